@@ -1,0 +1,1 @@
+"""Five-dimensional parallel training for PyTorch Lightning: `Trainer(strategy=FiveD(...))`."""
