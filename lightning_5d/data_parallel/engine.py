@@ -127,10 +127,8 @@ class ShardedEngine(Engine):
         for state in states[1:]:
             # A block that is called before the root must not become a root of its own.
             state._lazy_init = self._root._lazy_init
-        self._handles = [
-            module.register_forward_pre_hook(self._before_forward, prepend=True),
-            module.register_forward_hook(self._after_forward, always_call=True),
-        ]
+        self._wrap_root_hooks()
+        self._handles = []
         for owner in self._root_owners():
             self._handles.append(owner.register_forward_pre_hook(self._before_outside_call))
 
@@ -159,7 +157,7 @@ class ShardedEngine(Engine):
             self._exchange.pending.finish()
         for group, used_somewhere in zip(self.groups, used, strict=True):
             group.forget_unused(used_somewhere)
-        self._reshard()
+        self.reshard()
         self._complete = True
 
     @override
@@ -185,14 +183,36 @@ class ShardedEngine(Engine):
     def _initialize(self) -> None:
         self._root._lazy_init()
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def reshard(self) -> None:
+        """Frees full parameters now, and forgets a forward that was not finished."""
+        self._depth = 0
+        self._reshard()
+
+    def _wrap_root_hooks(self) -> None:
+        # Both as hooks of the root and when called directly, around something else than the root's forward.
+        root, module = self._root, self.module
+        enter, leave = root._pre_forward, root._post_forward
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._before_forward()
+            return enter(module, args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            output = leave(module, args, output)
+            self._after_forward()
+            return output
+
+        root._pre_forward, root._post_forward = before, after
+        module._forward_pre_hooks[root._pre_forward_hook_handle.id] = before
+        module._forward_hooks[root._post_forward_hook_handle.id] = after
+
+    def _before_forward(self) -> None:
         self._depth += 1
-        if self._depth > 1:  # the root called by itself, as `self(x)` in a step does
-            return
+        outermost = self._depth == 1  # the root may call itself, as `self(x)` in a step does
         self._initialize()
-        if self._complete:
+        if outermost and self._complete:
             self._reshard()  # outside a window anything may have changed the sharded parameters
-        if self._exchange is not None:
+        if outermost and self._exchange is not None:
             self._exchange.begin_forward()
         if self._scalars is not None:
             self._scalars.to_plain()
@@ -200,7 +220,7 @@ class ShardedEngine(Engine):
             # All at once and in one order, whatever this rank's forward will use.
             self._gather()
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self) -> None:
         self._depth = max(self._depth - 1, 0)
         if self._depth:
             return
