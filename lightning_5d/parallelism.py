@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from lightning_5d.mesh import ParallelMesh
@@ -132,6 +133,10 @@ class Parallelized:
     def gradient_axes(self, parameter: nn.Parameter) -> Sequence[str]:
         """Mesh axes over which parts of this parameter's gradient lie that its own placement does not tell."""
         return ()
+
+    def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
+        """What is wrong with the user's optimizers for parameters as this axis has placed them."""
+        return []
 
     def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
         """A context around a whole evaluation loop.

@@ -297,6 +297,7 @@ class FiveD(MeshCommunication):
         if fitting:
             self._reset_optimizers()
             self.setup_optimizers(trainer)
+            raise_problems([p for applied in self._parallelized for p in applied.optimizer_problems(self.optimizers)])
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)

@@ -197,6 +197,11 @@ class ShardedEngine(Engine):
         self._depth = 0
         self._reshard()
 
+    def mirror_requires_grad(self) -> None:
+        """Gives full parameters that exist the `requires_grad` of their sharded ones, outside the usual gather."""
+        for group in self.groups:
+            group.mirror_requires_grad()
+
     def _wrap_root_hooks(self) -> None:
         # Both as hooks of the root and when called directly, around something else than the root's forward.
         root, module = self._root, self.module
@@ -272,6 +277,7 @@ class ShardedEngine(Engine):
         if self._held:
             return
         for group in self.groups:
+            group.discard_arrival()  # gathered ahead, before what is about to change
             group._to_sharded()
         if self._scalars is not None:
             self._scalars.to_sharded()

@@ -16,9 +16,7 @@ SEPARATE = {"backend": None, "timeout": 50.0}
 def _verify(rank: int, ranks: int, plugin: ZeRO | None, module: Any, accumulate: int, clip: float | None) -> Parity:
     strategy = FiveD(plugin) if plugin else FiveD()
     data = batches(3 * ranks * accumulate)
-    return verify(
-        module(), data, strategy, devices=ranks, accumulate_grad_batches=accumulate, gradient_clip_val=clip
-    )
+    return verify(module(), data, strategy, devices=ranks, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
 
 
 def tiny() -> TinyLM:

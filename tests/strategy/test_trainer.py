@@ -116,7 +116,12 @@ def _interrupted(rank: int, first: tuple[int, int], second: tuple[int, int] | No
         trainer, module = zero(*second, max_epochs=4), TinyLM(seed=99)
         trainer.fit(module, data, ckpt_path=path)
     states = [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers]
-    return {"weights": whole(module), "step": trainer.global_step, "states": states, "metrics": plain(trainer.callback_metrics)}
+    return {
+        "weights": whole(module),
+        "step": trainer.global_step,
+        "states": states,
+        "metrics": plain(trainer.callback_metrics),
+    }
 
 
 @pytest.mark.parametrize(
@@ -195,9 +200,7 @@ def _adversarial(rank: int, stage: int | None, ranks: int, toggle: bool) -> dict
 
 @pytest.mark.parametrize("toggle", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_manual_optimization_with_two_optimizers_equals_one_process(
-    ranks: RankPool, stage: int, toggle: bool
-) -> None:
+def test_manual_optimization_with_two_optimizers_equals_one_process(ranks: RankPool, stage: int, toggle: bool) -> None:
     one = ranks(1, _adversarial, None, 1, toggle, **TRAINER, env={"WORLD_SIZE": None})[0]
     for found in ranks(2, _adversarial, stage, 2, toggle, **TRAINER):
         assert_close(found, one)
@@ -219,7 +222,10 @@ class Measured(TinyLM):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss/dataloader_idx_0"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss/dataloader_idx_0"},
+        }
 
 
 class TwoValidations(Data):
