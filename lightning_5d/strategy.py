@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
-    _init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
@@ -243,8 +242,7 @@ class FiveD(ParallelStrategy):
                 f" devices x num_nodes = {dist.get_world_size()}, or call torch.distributed.destroy_process_group() first."
             )
         device = self.root_device
-        _init_dist_connection(
-            self.cluster_environment,
+        self._launcher.connect(
             self.process_group_backend,
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
