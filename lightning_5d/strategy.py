@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.types import ReduceOp
     from lightning.pytorch.accelerators import Accelerator
 
+    from lightning_5d.launch.in_process import InProcessLauncher
+    from lightning_5d.launch.script import ScriptLauncher
+
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -113,6 +116,7 @@ class FiveD(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._start_method: StartMethod = start_method
         self._plan = plan
+        self._ranks: ScriptLauncher | InProcessLauncher | None = None
         self._mesh: ParallelMesh | None = None
         self._parallelized: list[Parallelized] = []
         self._parallelized_module: nn.Module | None = None
@@ -175,7 +179,7 @@ class FiveD(ParallelStrategy):
             problems += plugin.validate(context)
         raise_problems(problems + self._precision_problems)
         self._configured = True
-        self._launcher = launcher_for(self, self._start_method)
+        self._launcher = self._ranks = launcher_for(self, self._start_method)
 
     def _run_context(self, module: nn.Module | None = None) -> tuple[RunContext, list[Problem]]:
         world = self.num_nodes * self.num_processes
@@ -242,7 +246,9 @@ class FiveD(ParallelStrategy):
                 f" devices x num_nodes = {dist.get_world_size()}, or call torch.distributed.destroy_process_group() first."
             )
         device = self.root_device
-        self._launcher.connect(
+        if self._ranks is None:
+            raise RuntimeError("`setup_environment` needs a Trainer, which configures the launcher.")
+        self._ranks.connect(
             self.process_group_backend,
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
@@ -587,6 +593,8 @@ class FiveD(ParallelStrategy):
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
+        if self._ranks is not None:
+            self._ranks.finish()
 
     def _module(self) -> pl.LightningModule:
         if self.lightning_module is None:

@@ -113,6 +113,11 @@ class InProcessLauncher(_MultiProcessingLauncher):
             raise RuntimeError("A process group is made in a rank, inside of `launch`.")
         self._job.connect(backend, **options)
 
+    def finish(self) -> None:
+        """Called by the strategy at the end of its teardown: after a failure, nothing hurries this process any more."""
+        if self._job is not None:
+            self._job.finish()
+
     def _run_ranks(
         self, count: int, board: Store, port: int, host: str, trainer: "pl.Trainer | None", call: tuple[Any, ...]
     ) -> Any:

@@ -81,6 +81,11 @@ class Job:
             **options,  # type: ignore[arg-type]
         )
 
+    def finish(self) -> None:
+        """Called at the end of a strategy's teardown."""
+        if self.failed and self.supervisor is not None:
+            self.supervisor.disarm()
+
     def end_children(self, seconds: float) -> None:
         """Give the ranks started here some time to end, then kill them."""
         limit = time.monotonic() + seconds
@@ -94,6 +99,7 @@ class Job:
     def close(self) -> None:
         """The job is over: its ranks are ended and its process groups gone."""
         self.end_children(GRACE_SECONDS)
+        self.finish()
         if dist.is_initialized():
             dist.destroy_process_group()
 

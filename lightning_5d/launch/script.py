@@ -81,6 +81,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             raise RuntimeError("A process group is made inside of `launch`.")
         self._job.connect(backend, **options)
 
+    def finish(self) -> None:
+        """Called by the strategy at the end of its teardown: after a failure, nothing hurries this process any more."""
+        if self._job is not None:
+            self._job.finish()
+
     def _find_or_start(self) -> Job:
         environment, world_size = self.cluster_environment, self.num_processes * self.num_nodes
         job = jobs.current()

@@ -14,7 +14,7 @@ from lightning_5d.launch.rendezvous import Store
 _POLL_SECONDS = 0.5
 LOST_PEER_SECONDS = 3.0
 """How long a rank that lost a peer waits to hear why, before it calls that the failure."""
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 3.0
 """How long a rank may take to fail by itself after it has heard of another's failure."""
 LAST_WORDS_SECONDS = 15.0
 """How long the rank that failed may spend in `on_exception` hooks and teardown."""
@@ -27,7 +27,7 @@ class Supervisor:
     """One rank's share in the supervision of a run.
 
     A thread polls the store, over a connection of its own, so it works while the main thread is stuck in a collective.
-    The order of calls: `start`, then `report` if the run raised, then `stop`.
+    The order of calls: `start`, then `stop` if the run went well, else `report` and, after teardown, `disarm`.
 
     Args:
         exit: Called with the exit code when the main thread has not ended in time.
@@ -114,6 +114,10 @@ class Supervisor:
             with contextlib.suppress(Exception):
                 self._store.set(f"done/{self._rank}", "1")
                 self._store.add("done", 1)
+
+    def disarm(self) -> None:
+        """End the watch after a failure: hooks and teardown are over, and what comes next is the user's."""
+        self._stopped.set()
 
     def wait_for_others(self) -> None:
         """Stay until every rank has called `stop`, for a while: for the process that hosts the store."""
