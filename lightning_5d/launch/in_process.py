@@ -126,10 +126,24 @@ class InProcessLauncher(_MultiProcessingLauncher):
             context.set_forkserver_preload(_PRELOAD)
         results, theirs = context.Pipe(duplex=False)
         state = None if self._start_method == "fork" else _GlobalStateSnapshot.capture()
+        # Otherwise a rank would start data loading processes the way it was started itself: slowly, and through a server
+        # of its own that outlives it.
+        method = multiprocessing.get_start_method(allow_none=True)
         self.procs = [
             context.Process(
                 target=self._be_rank,
-                args=(rank, count, host, port, os.getpid(), theirs if rank == 0 else None, trainer, call, state),
+                args=(
+                    rank,
+                    count,
+                    host,
+                    port,
+                    os.getpid(),
+                    theirs if rank == 0 else None,
+                    trainer,
+                    call,
+                    state,
+                    method,
+                ),
                 name=f"rank-{rank}",
             )
             for rank in range(count)
@@ -190,8 +204,10 @@ class InProcessLauncher(_MultiProcessingLauncher):
         trainer: "pl.Trainer | None",
         call: tuple[Any, ...],
         state: _GlobalStateSnapshot | None,
+        method: str | None,
     ) -> None:
         die_with(parent)
+        multiprocessing.set_start_method(method, force=True)
         function, args, kwargs = call
         if state is not None:
             state.restore()
