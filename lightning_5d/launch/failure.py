@@ -5,6 +5,7 @@ import traceback
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 # What gloo, NCCL and the store say when the process at the other end is gone.
 _LOST_PEER = (
@@ -36,9 +37,11 @@ class Failure:
     def of(cls, rank: int, error: BaseException) -> "Failure":
         """The failure that an exception on `rank` is."""
         line = traceback.format_exception_only(error)[-1].strip()
-        interrupted = isinstance(error, KeyboardInterrupt)
-        text = "" if interrupted else "".join(traceback.format_exception(error))
-        return cls(rank, "was interrupted" if interrupted else f"raised {line}", text)
+        if isinstance(error, KeyboardInterrupt):
+            return cls(rank, "was interrupted (SIGINT)")
+        if isinstance(error, SIGTERMException):
+            return cls(rank, "was told to end (SIGTERM)")
+        return cls(rank, f"raised {line}", "".join(traceback.format_exception(error)))
 
     def to_json(self) -> str:
         """Text for the store."""

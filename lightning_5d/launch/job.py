@@ -17,6 +17,7 @@ from lightning_5d.launch.environment import variables
 from lightning_5d.launch.failure import Failure, RankFailure
 from lightning_5d.launch.processes import describe_exit, leave
 from lightning_5d.launch.rendezvous import PrefixStore, Rendezvous, second_connection
+from lightning_5d.launch.signals import ended_when_stuck
 from lightning_5d.launch.supervisor import GRACE_SECONDS, Supervisor
 
 T = TypeVar("T")
@@ -43,8 +44,13 @@ class Job:
     failed: bool = False
     _generation: PrefixStore | None = None
 
-    def run(self, function: Callable[[], T]) -> T:
-        """Call `function` under supervision; all ranks call this together."""
+    def run(self, function: Callable[[], T], noticed: Callable[[], bool]) -> T:
+        """Call `function` under supervision; all ranks call this together.
+
+        Args:
+            function: What this rank does.
+            noticed: Whether the main thread has handled SIGTERM.
+        """
         rank, world_size = self.rendezvous.rank, self.rendezvous.world_size
         with variables(self.values):
             if world_size == 1:
@@ -56,7 +62,8 @@ class Job:
             watch = threading.Thread(target=self._watch_children, name="rank-watch", daemon=True)
             watch.start()
             try:
-                result = function()
+                with ended_when_stuck(noticed):
+                    result = function()
             except BaseException as error:
                 self.failed = True
                 raised = self.supervisor.report(error)

@@ -2,12 +2,15 @@
 
 import os
 import signal
+import socket
 import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.trainer.connectors.signal_connector import _SIGNUM, _SignalConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _SIGNUM, _HandlersCompose, _SignalConnector
 
 from lightning_5d.launch.processes import leave
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
 TERMINATION_SECONDS = 8.0
 """From SIGTERM to the end of the process, at the latest."""
+STUCK_SECONDS = 4.0
+"""How long the main thread may take to notice SIGINT or SIGTERM."""
 
 
 class SignalConnector(_SignalConnector):
@@ -42,3 +47,43 @@ def take_over_sigterm(trainer: "pl.Trainer") -> None:
     """Give `trainer` the handling above."""
     if type(trainer._signal_connector) is _SignalConnector and os.name == "posix":
         trainer._signal_connector = SignalConnector(trainer)
+
+
+@contextmanager
+def ended_when_stuck(noticed: Callable[[], bool]) -> Generator[None, None, None]:
+    """End the process when its main thread does not get to handle SIGINT or SIGTERM.
+
+    Python runs signal handlers between two of its own instructions, so a main thread that waits in a collective for a
+    rank that hangs never does. The interpreter's C handler writes to a socket at once, and a thread reads it.
+
+    Args:
+        noticed: Whether the main thread has handled the signal.
+    """
+    if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    over = threading.Event()
+
+    def watch() -> None:
+        while numbers := reader.recv(16):
+            for number in numbers:
+                if _is_ours(number) and not over.wait(STUCK_SECONDS) and not noticed():
+                    leave(128 + number)
+            if over.is_set():
+                return
+
+    threading.Thread(target=watch, name="signal-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        writer.close()
+
+
+def _is_ours(number: int) -> bool:
+    handler = signal.getsignal(number) if number in (signal.SIGINT, signal.SIGTERM) else None
+    return handler is signal.default_int_handler or isinstance(handler, _HandlersCompose)

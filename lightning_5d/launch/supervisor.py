@@ -1,11 +1,14 @@
 """Every rank learns of the first failure within a second or two, and the job ends, whatever anyone waits for."""
 
 import contextlib
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_5d.launch.failure import Failure, RankFailure, is_lost_peer
 from lightning_5d.launch.processes import leave
@@ -88,7 +91,10 @@ class Supervisor:
         if is_lost_peer(error):
             self._listen(LOST_PEER_SECONDS)
         first = self.post(Failure.of(self._rank, error))
-        if isinstance(error, KeyboardInterrupt | SystemExit) or type(error).__name__ == "SIGTERMException":
+        if isinstance(error, SIGTERMException):
+            # It is a SystemExit without a code: the job would count as well done.
+            error.code = error.code or 128 + signal.SIGTERM
+        if isinstance(error, KeyboardInterrupt | SystemExit):
             return error
         if first.rank != self._rank:
             tell = self._rank == 0
