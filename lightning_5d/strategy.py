@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
-    _init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
@@ -42,6 +41,9 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
+
+    from lightning_5d.launch.in_process import InProcessLauncher
+    from lightning_5d.launch.script import ScriptLauncher
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -111,6 +113,7 @@ class FiveD(MeshCommunication):
         self._process_group_backend = process_group_backend
         self._start_method: StartMethod = start_method
         self._plan = plan
+        self._ranks: ScriptLauncher | InProcessLauncher | None = None
         self._mesh: ParallelMesh | None = None
         self._parallelized: list[Parallelized] = []
         self._parallelized_module: nn.Module | None = None
@@ -173,7 +176,7 @@ class FiveD(MeshCommunication):
             problems += plugin.validate(context)
         raise_problems(problems + self._precision_problems)
         self._configured = True
-        self._launcher = launcher_for(self, self._start_method)
+        self._launcher = self._ranks = launcher_for(self, self._start_method)
 
     def _run_context(self, module: nn.Module | None = None) -> tuple[RunContext, list[Problem]]:
         world = self.num_nodes * self.num_processes
@@ -240,10 +243,9 @@ class FiveD(MeshCommunication):
                 f" devices x num_nodes = {dist.get_world_size()}, or call torch.distributed.destroy_process_group() first."
             )
         device = self.root_device
-        if self.cluster_environment is None:
-            raise RuntimeError("`setup_environment` needs the cluster environment that the Trainer sets.")
-        _init_dist_connection(
-            self.cluster_environment,
+        if self._ranks is None:
+            raise RuntimeError("`setup_environment` needs a Trainer, which configures the launcher.")
+        self._ranks.connect(
             self.process_group_backend,
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
@@ -541,6 +543,8 @@ class FiveD(MeshCommunication):
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
+        if self._ranks is not None:
+            self._ranks.finish()
 
     def _module(self) -> pl.LightningModule:
         if self.lightning_module is None:
