@@ -165,14 +165,13 @@ class ExchangingParamGroup(RecordingParamGroup):
         self._to_unsharded()
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        result = super().pre_forward(module, args, kwargs)
         self.exchange.reach_forward(self.index)
-        return result
+        return super().pre_forward(module, args, kwargs)
 
-    def _backward_prefetch(self) -> None:
-        if self._post_forward_indices:
-            self._post_forward_indices.pop()
-        self.exchange.reach_backward(self.index)
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        if self._training_state != TrainingState.PRE_BACKWARD:
+            self.exchange.reach_backward(self.index)
+        super().pre_backward(False)
 
     def finalize_backward(self) -> None:
         self.discard_arrival()
