@@ -131,9 +131,10 @@ class PendingReductions:
     ranks that take different branches start them in different orders and must not wait for each other here.
     """
 
-    def __init__(self, in_flight: int = 3, patience_s: float = 1.0) -> None:
+    def __init__(self, in_flight: int = 3, patience_s: float = 0.2) -> None:
         self._queue: deque[GradientReduction] = deque()
         self._in_flight, self._patience_s = in_flight, patience_s
+        self._patient = True
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -145,12 +146,14 @@ class PendingReductions:
             return
         self._progress()
         give_up = time.monotonic() + self._patience_s
-        while len(self._queue) > self._in_flight and time.monotonic() < give_up:
+        while self._patient and len(self._queue) > self._in_flight:
             time.sleep(5e-5)
             self._progress()
+            self._patient = time.monotonic() < give_up
 
     def finish(self) -> None:
         """Blocks until all are delivered."""
+        self._patient = True
         # Phase by phase for all, so that every rank has started a phase before anyone waits for it.
         while self._queue:
             done = [reduction.advance(block=True) for reduction in self._queue]
