@@ -118,6 +118,7 @@ def compare(size_name: str, names: list[str], rounds: int, steps: int) -> None:
         for name in names:
             try:
                 times[name].append(run(size_name, name, steps))
+                print(f"{size_name} {name}: {times[name][-1][0] * 1e3:.0f} ms", file=sys.stderr, flush=True)
             except RuntimeError as error:
                 print(str(error)[-1500:], file=sys.stderr, flush=True)
     reference = times["ceiling"]
@@ -135,8 +136,8 @@ def compare(size_name: str, names: list[str], rounds: int, steps: int) -> None:
         took = statistics.median(m[0] for m in measured) * 1e3
         peak = max(m[2] for m in measured)
         stage = int(name[-1]) if name.startswith(("engine", "FiveD")) else None
-        target = "" if stage is None else f"{TARGETS[size_name][stage]:.2f} " + _verdict(
-            wall >= TARGETS[size_name][stage]
+        target = (
+            "" if stage is None else f"{TARGETS[size_name][stage]:.2f} " + _verdict(wall >= TARGETS[size_name][stage])
         )
         print(f"{name:32}{wall:7.3f}{processor:7.3f}{took:9.0f}{peak:10.0f}  {target}")
     best = max((share for name, share in shares.items() if name in REFERENCES), default=0.0)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from lightning_5d.data_parallel.engine import ShardOptions, shard
-from lightning_5d.data_parallel.param_group import state_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from typing_extensions import override
 
+from lightning_5d.data_parallel.engine import ShardOptions, shard
+from lightning_5d.data_parallel.param_group import state_of
 from lightning_5d.parallelism import Parallelized
 
 

@@ -91,7 +91,6 @@ class ZeRO(Parallelism):
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> Parallelized:
         """Wraps the plan's blocks and the rest of the module for this stage."""
         from lightning_5d.data_parallel.engine import ShardOptions
-
         from lightning_5d.data_parallel.sharded import ShardedData
 
         blocks = [module.get_submodule(name) for name in plan.block_names(module)]
