@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_5d.data_parallel.blocks import Blocks, cut
-from lightning_5d.data_parallel.param_group import Exchange, RecordingParamGroup, TrainingState, adopt, state_of
+from lightning_5d.data_parallel.param_group import Exchange, RecordingParamGroup, adopt, state_of
 from lightning_5d.data_parallel.reducer import GradientReducer
 from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.traffic import Traffic
@@ -278,7 +279,7 @@ class ShardedEngine(Engine):
             return
         for group in self.groups:
             group.discard_arrival()  # gathered ahead, before what is about to change
-            group._to_sharded()
+            group._to_sharded()  # type: ignore[no-untyped-call]
         if self._scalars is not None:
             self._scalars.to_sharded()
 

@@ -13,7 +13,6 @@ a name, passed over those sockets: nothing to clean up after a crash, and no siz
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import secrets
@@ -27,12 +26,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from lightning_5d.data_parallel.buffers import Buffer, in_pages
 from lightning_5d.data_parallel.transport import Arrival, Transport
 
 _READY, _DONE, _BLOCK = range(3)
 # kind, tag, sequence number within the tag, block number, bytes
 _MESSAGE = struct.Struct("<BxxxIQQQ")
-_PAGE = mmap.PAGESIZE
 _HANDSHAKE_S = 20.0
 
 _open_transports: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
@@ -47,34 +46,23 @@ def _drop_sockets_after_fork() -> None:
 os.register_at_fork(after_in_child=_drop_sockets_after_fork)
 
 
-class _Block:
+class _Block(Buffer):
     """A piece of this rank's shared memory."""
 
     def __init__(self, number: int, nbytes: int) -> None:
-        self.number, self.nbytes = number, nbytes
+        self.number = number
         self.fd = os.memfd_create("lightning-5d", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self.fd, 0, nbytes)  # a full machine is an error here, not a SIGBUS later
-            self.memory = mmap.mmap(self.fd, nbytes)
+            super().__init__(mmap.mmap(self.fd, nbytes))
         except OSError:
             os.close(self.fd)
             raise
-        self.leased = False
         self.readers = 0
-
-    def lease(self) -> ctypes.Array[ctypes.c_char]:
-        """The memory as a buffer; the block counts as in use until the last tensor made from it is gone."""
-        buffer = (ctypes.c_char * self.nbytes).from_buffer(self.memory)
-        self.leased = True
-        weakref.finalize(buffer, self._end_lease).atexit = False
-        return buffer
-
-    def _end_lease(self) -> None:
-        self.leased = False
 
     @property
     def free(self) -> bool:
-        return not self.leased and not self.readers
+        return not self.lent and not self.readers
 
 
 class _Peer:
@@ -171,7 +159,7 @@ class SharedMemory(Transport):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See :meth:`Transport.allocate`. The memory is reused once this rank and its peers are done with it."""
-        size = max(-(-numel * dtype.itemsize // _PAGE) * _PAGE, _PAGE)
+        size = in_pages(numel * dtype.itemsize)
         candidates = self._by_size.setdefault(size, [])
         block = next((block for block in candidates if block.free), None)
         if block is None:
@@ -180,7 +168,7 @@ class SharedMemory(Transport):
         if block is None:
             block = self._new_block(size)
             candidates.append(block)
-        whole = torch.frombuffer(block.lease(), dtype=torch.uint8)
+        whole = block.lend()
         self._by_address[whole.data_ptr()] = block
         return whole[: numel * dtype.itemsize].view(dtype)
 
