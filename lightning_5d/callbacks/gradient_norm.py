@@ -1,0 +1,25 @@
+"""The size of the gradient before it is clipped."""
+
+from __future__ import annotations
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+
+class GradientNorm(L.Callback):
+    """Logs `gradient_norm`, the 2-norm over all parameters of the model, before each optimizer step and its clipping."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Compute and log it."""
+        pl_module.log("gradient_norm", gradient_norm(pl_module), prog_bar=True)
+
+
+def gradient_norm(module: torch.nn.Module) -> Tensor:
+    """The 2-norm over all gradients, the same on every rank."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
