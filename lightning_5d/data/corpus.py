@@ -186,6 +186,6 @@ def ids_out_of_range(tokens: TokenArray, vocab_size: int, chunk: int = 1 << 24) 
     if first is None:
         return []
     return [
-        f"token {first} has id {int(tokens[first])}, but the model's vocab_size is {vocab_size}; "
+        f"token {first} has id {int(tokens[first])}, but the vocab_size is {vocab_size}; "
         f"the highest id is {highest}, so a vocab_size of {highest + 1} or more works."
     ]

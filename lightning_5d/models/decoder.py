@@ -263,7 +263,7 @@ class Decoder(nn.Module):
         logits_BTV: Tensor = self.lm_head(self.norm(x_BTD))
         return logits_BTV
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(
         self,
         input_ids: Tensor,
