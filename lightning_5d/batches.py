@@ -1,0 +1,196 @@
+"""Ranks agree on their batches: the same one where they must hold the same, and the same number of them everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sized
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_5d.mesh import DATA_AXES, ParallelMesh
+
+
+def batch_digest(batch: Any) -> int:
+    """A 62-bit hash of a batch: its structure, shapes, dtypes and values."""
+    digest = hashlib.sha256()
+    leaves, _ = tree_flatten_with_path(batch)
+    for path, leaf in leaves:
+        digest.update(keystr(path).encode())
+        if isinstance(leaf, Tensor):
+            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            whole = leaf.detach().cpu().contiguous()
+            digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode())
+    return int.from_bytes(digest.digest()[:8], "big") >> 2
+
+
+def check_same_batch(batch: Any, mesh: ParallelMesh, device: torch.device, where: str) -> None:
+    """Raises on every rank if ranks that must hold the same batch hold different ones.
+
+    Args:
+        batch: This rank's batch.
+        mesh: The ranks by axis; those that differ in pp, cp or tp alone must agree. Costs one small all-reduce.
+        device: Where a collective's tensor may live.
+        where: Which batch this is, for the message.
+
+    Raises:
+        MisconfigurationException: If the hashes differ, with what usually causes it.
+    """
+    group = mesh.replica_group
+    if group is None:
+        return
+    digest = batch_digest(batch)
+    # The maximum of x and of -x tells whether all are equal, in one collective.
+    both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    if int(both[0]) != -int(both[1]):
+        ranks = dist.get_process_group_ranks(group)
+        raise MisconfigurationException(
+            f"Ranks {', '.join(map(str, ranks))} must hold the same batch, but {where} differs between them (rank"
+            f" {dist.get_rank()} has hash {digest:015x}). They share data rank {mesh.rank(*DATA_AXES)} of"
+            f" {mesh.size(*DATA_AXES)}. Give a sampler of your own `num_replicas={mesh.size(*DATA_AXES)}` and"
+            " `rank=trainer.strategy.distributed_sampler_kwargs['rank']`, the same seed on all ranks, and augmentations"
+            " that do not depend on the rank."
+        )
+
+
+class EvenLoader:
+    """A dataloader that gives every data rank the same number of batches: that of the rank with the fewest.
+
+    Without that, a rank that runs out first would leave the others waiting in a collective. Everything but iteration and
+    length is the wrapped loader's.
+
+    Args:
+        loader: The loader of this rank.
+        group: The data ranks.
+        device: Where a collective's tensor may live.
+        length: The agreed number of batches, or ``None`` if it is not known; ranks then agree before each batch.
+    """
+
+    _OWN = ("_loader", "_group", "_device", "_length")
+
+    def __init__(self, loader: Any, group: dist.ProcessGroup, device: torch.device, length: int | None) -> None:
+        object.__setattr__(self, "_loader", loader)
+        object.__setattr__(self, "_group", group)
+        object.__setattr__(self, "_device", device)
+        object.__setattr__(self, "_length", length)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_loader"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("The number of batches of this loader is not known.")
+        return int(self._length)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        if self._length is not None:
+            for _ in range(self._length):
+                yield next(batches)
+            return
+        nothing = object()
+        while True:
+            batch = next(batches, nothing)
+            more = torch.tensor([batch is not nothing], dtype=torch.int32, device=self._device)
+            dist.all_reduce(more, op=dist.ReduceOp.MIN, group=self._group)
+            if not int(more):
+                if batch is not nothing:
+                    rank_zero_warn(
+                        "Data ranks have different numbers of batches; the epoch ends with the shortest, so some"
+                        " batches of other ranks are not used."
+                    )
+                return
+            yield batch
+
+
+def even_loader(loader: Any, mesh: ParallelMesh, device: torch.device, *, predicting: bool) -> tuple[Any, bool]:
+    """Makes a dataloader safe for collectives in the loop; all ranks call it together.
+
+    Args:
+        loader: What the user's hook returned, with Lightning's sampler already in place.
+        mesh: The ranks by axis.
+        device: Where a collective's tensor may live.
+        predicting: Whether every batch matters (prediction), so that nothing may be left out.
+
+    Returns:
+        The loader, wrapped where ranks would part ways, and whether ranks have different numbers of batches.
+
+    Raises:
+        MisconfigurationException: If the data cannot give every rank a sample and a batch.
+    """
+    _seed_workers(loader, mesh)
+    replicas = mesh.size(*DATA_AXES)
+    if replicas == 1:
+        return loader, False
+    iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    length = None if iterable else sized_len(loader)
+    samples = _samples(loader)
+    group = mesh.data_group
+    facts = torch.tensor(
+        [-1 if length is None else length, -1 if samples is None else samples], dtype=torch.int64, device=device
+    )
+    gathered = [torch.empty_like(facts) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, facts, group=group)
+    lengths = [int(fact[0]) for fact in gathered]
+    if samples is not None and samples < replicas and not predicting:
+        raise MisconfigurationException(
+            f"The data set has {samples} samples for {replicas} data ranks. Give it at least {replicas}, or use at most"
+            f" {max(samples, 1)} data ranks."
+        )
+    if min(lengths) < 0:
+        return (loader, True) if predicting else (EvenLoader(loader, group, device, None), False)
+    uneven = len(set(lengths)) > 1
+    if predicting:
+        return loader, uneven
+    if min(lengths) == 0:
+        size = getattr(loader, "batch_size", None)
+        need = (
+            f"at least {replicas * size} samples, or a smaller batch size" if isinstance(size, int) else "more samples"
+        )
+        raise MisconfigurationException(
+            f"A dataloader has no batch on some ranks (batches by data rank: {lengths};"
+            f" {samples if samples is not None else 'unknown'} samples, batch size {size}, {replicas} data ranks,"
+            f" drop_last={getattr(loader, 'drop_last', None)}). Give it {need}, or drop_last=False."
+        )
+    if uneven:
+        rank_zero_warn(
+            f"Data ranks have different numbers of batches: {lengths}. Each uses the first {min(lengths)}, as a rank that"
+            " goes on alone would wait for the others for ever."
+        )
+        return EvenLoader(loader, group, device, min(lengths)), False
+    return loader, False
+
+
+def _samples(loader: Any) -> int | None:
+    """Samples of the whole data set where a `DistributedSampler` spreads it over ranks."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or not isinstance(sampler.dataset, Sized):
+        return None
+    return len(sampler.dataset)
+
+
+def _seed_workers(loader: Any, mesh: ParallelMesh) -> None:
+    # Lightning would seed workers by global rank: ranks that must hold the same batch would then augment it differently.
+    if not isinstance(loader, DataLoader) or mesh.replica_group is None:
+        return
+    if int(os.environ.get("PL_SEED_WORKERS", "0")) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=mesh.rank(*DATA_AXES))

@@ -1,0 +1,118 @@
+"""Between sharded state in memory and whole tensors in a file.
+
+A checkpoint of a parallel run is the file one process would have written: plain tensors under plain names, optimizer state by
+parameter index. So it can be read with or without `FiveD`, and under another layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+
+def gather(state: Any, *, keep: bool) -> Any:
+    """Whole tensors from sharded ones, on the CPU; every rank calls it with the same structure.
+
+    Args:
+        state: Nested mappings and sequences of tensors and anything else.
+        keep: Whether this rank keeps the values. Where not, tensors come back on the meta device: same names, shapes and
+            dtypes, no memory.
+
+    Returns:
+        The same structure without any `DTensor`.
+    """
+    if isinstance(state, DTensor):
+        whole = state.full_tensor()
+        return whole.detach().cpu() if keep else whole.detach().to("meta")
+    if isinstance(state, Tensor):
+        # A copy: the file must not change when training goes on while it is written.
+        return state.detach().to("cpu", copy=True) if keep else state.detach().to("meta")
+    if isinstance(state, Mapping):
+        items = {key: gather(value, keep=keep) for key, value in state.items()}
+        return items if type(state) is dict else _like_mapping(state, items)
+    if isinstance(state, list | tuple) and type(state) in (list, tuple):
+        return type(state)(gather(value, keep=keep) for value in state)
+    return state
+
+
+def place_like(value: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor cut to the shards of `like`, without communication; plain where `like` is plain."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor):
+        return value
+    local = value.to(like.device)
+    return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def place_module_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """A module's whole state dict cut to this rank's shards, ready for ``module.load_state_dict``.
+
+    Shapes that do not fit are passed through whole, so that ``load_state_dict`` names them as it always does.
+    """
+    targets: dict[str, Tensor] = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers()),
+    }
+    placed: dict[str, Any] = {}
+    for key, value in state.items():
+        like = targets.get(key)
+        fits = isinstance(value, Tensor) and like is not None and value.shape == like.shape
+        placed[key] = place_like(value, like) if fits and like is not None else value
+    return placed
+
+
+def place_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's whole state dict cut to this rank's shards, ready for ``optimizer.load_state_dict``.
+
+    State tensors of their parameter's shape (momentum, variance) are cut as the parameter is; others (step counts) stay whole.
+
+    Raises:
+        ValueError: If the groups hold other numbers of parameters than the optimizer's.
+    """
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    mine = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != mine:
+        raise ValueError(
+            f"The checkpoint's optimizer has groups of {saved} parameters, this one has {mine}: the module or its"
+            " `configure_optimizers` is not the one that was saved."
+        )
+    parameters: dict[Any, Tensor] = {}
+    for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        parameters.update(zip(saved_group["params"], group["params"], strict=True))
+    placed = {
+        index: {key: _place_entry(value, parameters[index]) for key, value in entries.items()}
+        for index, entries in state["state"].items()
+    }
+    return {**state, "state": placed}
+
+
+def _place_entry(value: Any, parameter: Tensor) -> Any:
+    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+        return place_like(value, parameter)
+    return value
+
+
+def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    # state_dict() returns an OrderedDict with a `_metadata` attribute that load_state_dict reads.
+    copy = type(original)(items)  # type: ignore[call-arg]
+    if hasattr(original, "_metadata"):
+        copy._metadata = original._metadata  # type: ignore[attr-defined]
+    return copy
+
+
+def contains_sharded(module: nn.Module) -> bool:
+    """Whether any of the module's parameters is a `DTensor`."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def element_count(module: nn.Module) -> int:
+    """Parameters of the whole module, each once."""
+    return sum(
+        parameter.numel()
+        for parameter in module.parameters()
+        if not isinstance(parameter, torch.nn.parameter.UninitializedParameter)
+    )

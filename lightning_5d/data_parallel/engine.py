@@ -1,0 +1,326 @@
+"""ZeRO stages 0 to 3 for any module: one engine object that a training loop calls at four points of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_5d.data_parallel.blocks import Blocks, cut
+from lightning_5d.data_parallel.param_group import Exchange, RecordingParamGroup, adopt, state_of
+from lightning_5d.data_parallel.reducer import GradientReducer
+from lightning_5d.data_parallel.traffic import Traffic
+from lightning_5d.data_parallel.transport import Transport
+from lightning_5d.data_parallel.transports import open_transport
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How parameters, gradients and optimizer state are spread over the data ranks.
+
+    Attributes:
+        stage: 0 replicates everything; 1 shards the optimizer state; 2 also gradients; 3 also parameters.
+        mp_policy: Dtypes of compute and reduction over fp32 master weights. None computes in the parameters' dtype.
+        offload: ``"optimizer+parameters"`` keeps sharded parameters, gradients and optimizer state in host memory.
+        synchronize: Makes parameters and buffers of all data ranks equal to those of the first one before sharding.
+        shared_memory: Ranks on one host exchange through shared memory where possible (CPU only).
+    """
+
+    stage: int = 1
+    mp_policy: MixedPrecisionPolicy | None = None
+    offload: Literal["none", "optimizer+parameters"] = "none"
+    synchronize: bool = True
+    shared_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage={self.stage!r} is none of ZeRO's stages; choose 0, 1, 2 or 3.")
+        if self.offload not in ("none", "optimizer+parameters"):
+            raise ValueError(f"offload={self.offload!r} is unknown; choose 'none' or 'optimizer+parameters'.")
+        if self.offload != "none" and self.stage == 0:
+            raise ValueError("offload='optimizer+parameters' needs sharded parameters; choose stage 1, 2 or 3, not 0.")
+
+
+class Engine:
+    """Nothing to share: one data rank. The base of the others; every method is safe to call at any time."""
+
+    def __init__(self, module: nn.Module, options: ShardOptions) -> None:
+        self.module, self.options = module, options
+        self.traffic = Traffic()
+
+    def begin(self, last: bool = True) -> None:
+        """Call before each microbatch's forward; ``last`` says that its backward completes the gradients."""
+
+    def wait(self) -> None:
+        """Call after the last backward and before anyone reads a gradient. All data ranks must call it."""
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Full parameters on every rank, for generation or export. All data ranks must enter."""
+        yield
+
+    def close(self) -> None:
+        """Gives back hooks, connections and shared memory. The module keeps its (sharded) parameters."""
+
+
+class ReplicatedEngine(Engine):
+    """Stage 0 with plain parameters: gradients are averaged in buckets during the last microbatch's backward."""
+
+    def __init__(self, module: nn.Module, options: ShardOptions, transport: Transport) -> None:
+        super().__init__(module, options)
+        self._transport = transport
+        self._reducer: GradientReducer | None = None
+
+    @override
+    def begin(self, last: bool = True) -> None:
+        if self._reducer is None:  # not earlier, so that parameters may still be replaced or frozen after shard()
+            self._reducer = GradientReducer(list(self.module.parameters()), self._transport, self.traffic)
+        self._reducer.synchronize = last
+
+    @override
+    def wait(self) -> None:
+        if self._reducer is not None:
+            self._reducer.finish()
+
+    @override
+    def close(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        self._transport.close()
+
+
+class ShardedEngine(Engine):
+    """Stages 1 to 3 (and stage 0 in mixed precision) on FSDP2's parameter groups."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: ShardOptions,
+        states: Sequence[Any],
+        meshes: Sequence[DeviceMesh],
+        exchange: Exchange | None,
+    ) -> None:
+        super().__init__(module, options)
+        self._states, self._meshes, self._exchange = states, meshes, exchange
+        if exchange is not None:
+            self.traffic = exchange.traffic
+        self._root = states[0]
+        self.groups: list[RecordingParamGroup] = [group for state in states for group in adopt(state, exchange)]
+        self._last = True
+        for state in states[1:]:
+            # A block that is called before the root must not become a root of its own.
+            state._lazy_init = self._root._lazy_init
+        self._handles = [
+            module.register_forward_pre_hook(self._before_forward),
+            module.register_forward_hook(self._after_forward, always_call=True),
+        ]
+
+    @override
+    def begin(self, last: bool = True) -> None:
+        self._initialize()
+        stage = self.options.stage
+        self._last = last
+        for group in self.groups:
+            group.reduce_grads = last or stage >= 2
+            group.reshard_after_backward = last or stage == 3
+        # Without an exchange an earlier microbatch need not wait for its reductions; with one, nothing waits anyway.
+        self._root._state_ctx.is_last_backward = last or self._exchange is not None
+
+    @override
+    def wait(self) -> None:
+        if not self._last:
+            return
+        for group in self.groups:
+            if group.has_gradients():  # of modules called outside the root
+                group.post_backward()
+        used = self._agree_on_use()
+        if self._exchange is not None:
+            self._exchange.pending.finish()
+        for group, used_somewhere in zip(self.groups, used, strict=True):
+            group.forget_unused(used_somewhere)
+        self._reshard()
+
+    @override
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        self._initialize()
+        self._gather()
+        try:
+            yield
+        finally:
+            self._reshard()
+
+    @override
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._reshard()
+        if self._exchange is not None:
+            for transport in (self._exchange.shard, self._exchange.replicate):
+                if transport is not None:
+                    transport.close()
+
+    def _initialize(self) -> None:
+        self._root._lazy_init()
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._exchange is not None:
+            self._exchange.begin_forward()
+        if self.options.stage < 3:
+            # All at once and in one order, whatever this rank's forward will use.
+            self._gather()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._exchange is not None:
+            self._exchange.finish_forward()
+        if not torch.is_grad_enabled():
+            # Nothing will need the full parameters again, and they would be stale after the next optimizer step.
+            self._reshard()
+
+    def _gather(self) -> None:
+        for group in self.groups:
+            group.unshard()
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def _reshard(self) -> None:
+        for group in self.groups:
+            group._to_sharded()
+
+    def _agree_on_use(self) -> list[set[int]]:
+        """Which parameters of each group any rank used; also joins reductions that only other ranks have started."""
+        flags: list[int] = []
+        for group in self.groups:
+            flags += [int(index in group.used) for index in range(len(group.fsdp_params))]
+            flags.append(group.reductions)
+        agreed = torch.tensor(flags, dtype=torch.int32, device=self._root._device)
+        for mesh in self._meshes:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=mesh.get_group())
+        values = iter(agreed.tolist())
+        used = []
+        for group in self.groups:
+            used.append({index for index in range(len(group.fsdp_params)) if next(values)})
+            group.join_reductions(next(values))
+        return used
+
+
+def shard(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    options: ShardOptions | None = None,
+) -> Engine:
+    """Spreads a module over the data ranks of ``mesh``, in place; names of modules and parameters do not change.
+
+    Args:
+        module: The root. Its ``forward`` must run around every training and validation step.
+        blocks: Submodules to gather and reduce one at a time (the layers of a transformer). May be empty.
+        mesh: One axis (shard) or two (replicate, shard); may be a part of a larger mesh.
+        options: Stage, precision and offload; see :class:`ShardOptions`.
+
+    Returns:
+        The engine that the training loop calls: ``begin`` before a microbatch, ``wait`` before reading gradients.
+
+    Raises:
+        ValueError: If the mesh has no or more than two axes, or a block is not inside ``module``.
+    """
+    options = options or ShardOptions()
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"The data mesh has {mesh.ndim} axes; give one (shard) or two (replicate, shard).")
+    cuts = cut(module, blocks)
+    axes = _axes(mesh)
+    if options.synchronize and axes:
+        for axis in axes:
+            broadcast_from_first(module, axis.get_group())
+    mixed = options.mp_policy is not None and options.mp_policy.param_dtype is not None
+    if not axes and not mixed and options.offload == "none":
+        return Engine(module, options)
+    gloo = mesh.device_type == "cpu"
+    if options.stage == 0 and gloo and not mixed:
+        return ReplicatedEngine(module, options, open_transport(_flat_group(mesh, axes), options.shared_memory))
+    return _shard_with_fsdp2(module, cuts, mesh, axes, options, gloo)
+
+
+def _shard_with_fsdp2(
+    module: nn.Module, cuts: Blocks, mesh: DeviceMesh, axes: list[DeviceMesh], options: ShardOptions, gloo: bool
+) -> Engine:
+    settings: dict[str, Any] = {"mp_policy": options.mp_policy or MixedPrecisionPolicy()}
+    apply: Callable[..., Any]
+    if options.stage == 0:
+        apply = replicate
+        settings["mesh"] = mesh if mesh.ndim == 1 else mesh._flatten()
+        axes = [settings["mesh"]] if settings["mesh"].size() > 1 else []
+        shard_axis, replicate_axis = None, axes[0] if axes else None
+    else:
+        apply = fully_shard
+        settings["mesh"] = mesh if len(axes) == 2 or mesh.ndim == 1 else mesh[_names(mesh)[1]]
+        settings["reshard_after_forward"] = options.stage == 3
+        if options.offload != "none":
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=not gloo)
+        shard_axis, replicate_axis = _roles(mesh, axes)
+    for block in cuts.modules:
+        apply(block, **settings, ignored_params=cuts.left_to_root)
+    if options.stage != 0:
+        settings["reshard_after_forward"] = False
+    apply(module, **settings)
+    exchange = None
+    if gloo:
+        exchange = Exchange(
+            shard=open_transport(shard_axis.get_group(), options.shared_memory) if shard_axis is not None else None,
+            replicate=open_transport(replicate_axis.get_group(), options.shared_memory) if replicate_axis else None,
+            traffic=Traffic(),
+            keep_unsharded=options.stage < 3,
+        )
+    order = {id(inner): position for position, inner in enumerate(module.modules())}
+    states = [state_of(module)] + [state_of(b) for b in sorted(cuts.modules, key=lambda block: order[id(block)])]
+    return ShardedEngine(module, options, states, axes, exchange)
+
+
+def _axes(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """The one-dimensional meshes of those axes that have more than one rank."""
+    if mesh.ndim == 1:
+        return [mesh] if mesh.size() > 1 else []
+    return [mesh[name] for name in _names(mesh) if mesh[name].size() > 1]
+
+
+def _roles(mesh: DeviceMesh, axes: list[DeviceMesh]) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Which axis shards and which replicates."""
+    if mesh.ndim == 1:
+        return (axes[0] if axes else None), None
+    replicate_name, shard_name = _names(mesh)
+    by_name = {name: axis for axis in axes for name in _names(axis)}
+    return by_name.get(shard_name), by_name.get(replicate_name)
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    if mesh.mesh_dim_names is None:
+        raise ValueError("The axes of a two-dimensional data mesh need names: (replicate, shard).")
+    return mesh.mesh_dim_names
+
+
+def _flat_group(mesh: DeviceMesh, axes: list[DeviceMesh]) -> dist.ProcessGroup:
+    return axes[0].get_group() if len(axes) == 1 else mesh._flatten().get_group()
+
+
+@torch.no_grad()
+def broadcast_from_first(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Gives every rank of ``group`` the parameters and buffers of its first rank. Meta tensors are left alone."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        if local.device.type == "meta":
+            continue
+        sent = local.contiguous()
+        dist.broadcast(sent, group_src=0, group=group)
+        if sent.data_ptr() != local.data_ptr():
+            local.copy_(sent)

@@ -1,0 +1,373 @@
+"""FSDP2's parameter groups with this package's own exchanges: no copies that are not needed, nothing waits in backward.
+
+This file is the one place that knows the private parts of ``torch.distributed.fsdp._fully_shard``; checked with torch
+2.13. On CPU, FSDP2's collectives are synchronous and go through a flat copy on both sides; here a gather is copied
+from where it arrives straight into the parameters, and a reduction is only started in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+
+from lightning_5d.data_parallel.reduction import GradientReduction, PendingReductions
+from lightning_5d.data_parallel.traffic import Traffic
+from lightning_5d.data_parallel.transport import Arrival, Transport
+
+# Parameters of any dtype start at a multiple of this in a byte buffer, so that they can be viewed as their dtype.
+_ALIGNMENT = 16
+
+
+@dataclass
+class Exchange:
+    """What the parameter groups of one engine share. A transport is None where its group is one rank."""
+
+    shard: Transport | None
+    replicate: Transport | None
+    traffic: Traffic
+    pending: PendingReductions = field(default_factory=PendingReductions)
+    keep_unsharded: bool = False
+    groups: list[ExchangingParamGroup] = field(default_factory=list)
+    forward_reach: int = 0
+    backward_reach: int = 0
+
+    def begin_forward(self) -> None:
+        """A forward of the root begins: nothing has been gathered ahead."""
+        self.forward_reach, self.backward_reach = 0, len(self.groups)
+
+    def finish_forward(self) -> None:
+        """The root's forward is over: sends what was passed over, takes in what was not used."""
+        if self.shard is None or self.keep_unsharded:
+            return
+        self.reach_forward(len(self.groups))
+        for group in self.groups:
+            group.discard_arrival()
+
+    def reach_forward(self, index: int) -> None:
+        """Starts gathering up to the group after ``index``, passing over none.
+
+        Groups that this rank skips are sent all the same, since another rank may be waiting for them.
+        """
+        while self.forward_reach < min(index + 2, len(self.groups)):
+            self.forward_reach += 1
+            self.groups[self.forward_reach - 1].unshard()
+
+    def reach_backward(self, index: int) -> None:
+        """The same towards the front: starts gathering down to the group before ``index``."""
+        while self.backward_reach > max(index - 1, 0):
+            self.backward_reach -= 1
+            self.groups[self.backward_reach].unshard()
+
+
+class RecordingParamGroup(FSDPParamGroup):  # type: ignore[misc]
+    """An FSDP2 parameter group that remembers which parameters took part in the present accumulation window.
+
+    Never constructed: :func:`adopt` turns groups that ``fully_shard`` has made into this class.
+    """
+
+    used: set[int]
+    fresh: set[int]
+    reductions: int
+
+    def post_backward(self, *unused: Any) -> None:
+        self.record()
+        super().post_backward(*unused)
+
+    def record(self) -> None:
+        """Notes the parameters that have a gradient, and those without one from an earlier window."""
+        for index, param in enumerate(self.fsdp_params):
+            if _has_gradient(param):
+                self.used.add(index)
+            if param.sharded_param.grad is None and not self.reductions:
+                self.fresh.add(index)
+
+    def join_reductions(self, count: int) -> None:
+        """Takes part, with zeros, in reductions that other ranks have started and this one has not."""
+        self.reductions = 0
+
+    def has_gradients(self) -> bool:
+        """Whether a backward left gradients that have not been reduced."""
+        return any(_has_gradient(param) for param in self.fsdp_params)
+
+    def forget_unused(self, used_somewhere: set[int]) -> None:
+        """Takes the zeros off parameters that no rank used, and opens the next window."""
+        for index in self.fresh - used_somewhere:
+            self.fsdp_params[index].sharded_param.grad = None
+        self.used.clear()
+        self.fresh.clear()
+
+
+class ExchangingParamGroup(RecordingParamGroup):
+    """A parameter group that gathers and reduces through an :class:`Exchange`."""
+
+    exchange: Exchange
+    index: int
+    _arrival: Arrival | None
+
+    @property
+    def tag(self) -> int:
+        return self.index
+
+    # Initialization #
+    def _init_mp_dtypes(self) -> None:
+        # Unlike the base class this allows parameters of several dtypes: they are reduced one dtype at a time.
+        for param in self.fsdp_params:
+            param.init_dtype_attrs(self.mp_policy)
+        self._orig_dtype = self._reduce_dtype = None
+
+    # Gathering #
+    def unshard(self, async_op: bool = False) -> None:
+        if self.exchange.shard is None:
+            super().unshard(False)
+            return
+        if self._arrival is not None or self.is_unsharded:
+            return
+        if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = [param.all_gather_inputs[0] for param in self.fsdp_params]
+            buffer = self.exchange.shard.allocate(_flat_size(inputs), torch.uint8)
+            torch._foreach_copy_(list(_views(buffer, inputs)), inputs)
+            self._arrival = self.exchange.shard.share(buffer, 2 * self.tag)
+        self.exchange.traffic.add(
+            "all_gather", sum(shard.numel() * shard.itemsize for shard in inputs) * self.exchange.shard.size
+        )
+
+    def wait_for_unshard(self) -> None:
+        if self.exchange.shard is None:
+            super().wait_for_unshard()
+            return
+        if self._arrival is None:
+            return
+        # Parameters made during a validation in inference mode must still be good for training.
+        with torch.inference_mode(False), torch.no_grad():
+            parts, ranks = self._arrival.wait(), self.exchange.shard.size
+            inputs = [param.all_gather_inputs[0] for param in self.fsdp_params]
+            targets: list[torch.Tensor] = []
+            for param, shard in zip(self.fsdp_params, inputs, strict=True):
+                param.init_all_gather_outputs([shard.numel()], [shard.dtype], ranks, self.device)
+                param.alloc_all_gather_outputs()
+                targets.append(param.all_gather_outputs[0].view(ranks, -1))
+            with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
+                for rank, part in enumerate(parts):
+                    torch._foreach_copy_([target[rank] for target in targets], list(_views(part, inputs)))
+            self._drop_arrival()
+            for param in self.fsdp_params:
+                param.init_unsharded_param()
+        self._to_unsharded()
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        result = super().pre_forward(module, args, kwargs)
+        self.exchange.reach_forward(self.index)
+        return result
+
+    def _backward_prefetch(self) -> None:
+        if self._post_forward_indices:
+            self._post_forward_indices.pop()
+        self.exchange.reach_backward(self.index)
+
+    def finalize_backward(self) -> None:
+        self.discard_arrival()
+        super().finalize_backward()
+
+    def _reset_iter_state(self) -> None:
+        self.discard_arrival()
+        super()._reset_iter_state()
+
+    def discard_arrival(self) -> None:
+        """Takes in what was gathered ahead for a use that never came."""
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._drop_arrival()
+
+    def _drop_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.release()
+            self._arrival = None
+
+    # Reducing #
+    def post_backward(self, *unused: Any) -> None:
+        self.record()
+        self._training_state = TrainingState.POST_BACKWARD
+        for param in self.fsdp_params:
+            param.accumulate_unsharded_grad_if_needed()
+        if not self.reduce_grads:
+            if self.reshard_after_backward:
+                self.reshard()
+            for param in self.fsdp_params:
+                if hasattr(param, "_unsharded_param"):
+                    param.to_accumulated_grad_if_needed()
+            return
+        with torch.no_grad():
+            grads = [_take_gradient(param) for param in self.fsdp_params]
+            if self.reshard_after_backward:
+                self.reshard()
+            if any(grad is not None for grad in grads):
+                self.reduce(grads)
+
+    def join_reductions(self, count: int) -> None:
+        while self.reductions < count:
+            self.record()
+            self.reduce([None] * len(self.fsdp_params))
+        self.reductions = 0
+
+    def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Starts reducing one gradient for each parameter (None: not used here, counts as zero)."""
+        self.reductions += 1
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        for index, (param, grad) in enumerate(zip(self.fsdp_params, grads, strict=True)):
+            if not param.sharded_param.requires_grad:
+                continue
+            compute_dtype = param.param_dtype or param.orig_dtype
+            by_dtype.setdefault((param.reduce_dtype or compute_dtype, compute_dtype), []).append(index)
+        for position, ((reduce_dtype, compute_dtype), indices) in enumerate(by_dtype.items()):
+            params = [self.fsdp_params[index] for index in indices]
+            present = [
+                grad if (grad := grads[index]) is not None else torch.zeros(param._orig_size, dtype=compute_dtype)
+                for index, param in zip(indices, params, strict=True)
+            ]
+            self._start_reduction(params, present, reduce_dtype, position)
+
+    def _start_reduction(
+        self, params: list[FSDPParam], grads: list[torch.Tensor], reduce_dtype: torch.dtype, position: int
+    ) -> None:
+        exchange = self.exchange
+        ranks = exchange.shard.size if exchange.shard is not None else 1
+        sizes = [_padded_rows(grad.shape, ranks) for grad in grads]
+        transport = exchange.shard or exchange.replicate
+        numel = sum(size * _row(grad) for size, grad in zip(sizes, grads, strict=True))
+        buffer = (
+            transport.allocate(numel, reduce_dtype) if transport is not None else torch.empty(numel, dtype=reduce_dtype)
+        )
+        torch._chunk_cat(grads, dim=0, num_chunks=ranks, out=buffer.view(ranks, -1))
+        shard_numels = [size * _row(grad) // ranks for size, grad in zip(sizes, grads, strict=True)]
+
+        def deliver(result: torch.Tensor) -> None:
+            _deliver(params, result, shard_numels)
+
+        if exchange.shard is not None:
+            exchange.traffic.add("reduce_scatter", numel * reduce_dtype.itemsize)
+        if exchange.replicate is not None:
+            exchange.traffic.add("all_reduce", numel // ranks * reduce_dtype.itemsize)
+        # A group with parameters of several dtypes makes several reductions; a few tags are set aside for them.
+        tag = self.tag * 8 + position
+        reduction = GradientReduction(
+            buffer, exchange.shard, exchange.replicate, 2 * tag + 1, self._divide_by(), deliver
+        )
+        exchange.pending.add(
+            reduction, can_poll=all(t.can_poll for t in (exchange.shard, exchange.replicate) if t is not None)
+        )
+
+    def _divide_by(self) -> float:
+        if self.gradient_divide_factor is not None:
+            return float(self.gradient_divide_factor)
+        sizes = [t.size for t in (self.exchange.shard, self.exchange.replicate) if t is not None]
+        return float(sizes[0] * (sizes[1] if len(sizes) > 1 else 1)) if sizes else 1.0
+
+
+def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGroup]:
+    """Makes the parameter groups of one FSDP2 state ours; with an ``exchange`` they gather and reduce through it.
+
+    States must be adopted in the order of their forward, the root first. Groups whose tensors bring their own gather
+    (``fsdp_pre_all_gather``, as in float8 training) keep FSDP2's collectives.
+    """
+    for group in state._fsdp_param_groups:
+        own_gather = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
+        group.used, group.fresh, group.reductions = set(), set(), 0
+        if exchange is None or own_gather:
+            group.__class__ = RecordingParamGroup
+            group.reduce_scatter_unused_params = True
+            continue
+        group.__class__ = ExchangingParamGroup
+        group.exchange, group.index = exchange, len(exchange.groups)
+        group._arrival = None
+        exchange.groups.append(group)
+        if exchange.keep_unsharded:
+            for param in group.fsdp_params:
+                # Stages 0 to 2 hold all parameters all along; keeping the memory spares fresh pages every step.
+                param.free_unsharded_param = _keep
+    return list(state._fsdp_param_groups)
+
+
+def state_of(module: nn.Module) -> FSDPState:
+    """The FSDP2 state of a module to which ``fully_shard`` (or ``replicate``) was applied."""
+    state = _get_module_fsdp_state(module)
+    if state is None:
+        raise ValueError(f"{type(module).__name__} was not sharded; pass it to shard() as a block or as the root.")
+    return state
+
+
+def _keep() -> None:
+    return None
+
+
+def _has_gradient(param: FSDPParam) -> bool:
+    if not hasattr(param, "_unsharded_param"):
+        return False
+    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
+
+
+def _take_gradient(param: FSDPParam) -> torch.Tensor | None:
+    """The gradient that backward (or accumulation over several) left for a parameter, taken away from it."""
+    if not hasattr(param, "_unsharded_param"):
+        return None
+    grad: torch.Tensor
+    if param.unsharded_accumulated_grad is not None:
+        grad = param.unsharded_accumulated_grad_data
+        param.unsharded_accumulated_grad = None
+        return grad
+    if param.unsharded_param.grad is not None:
+        grad = param.unsharded_grad_data
+        param.unsharded_param.grad = None
+        return grad
+    return None
+
+
+def _deliver(params: Sequence[FSDPParam], result: torch.Tensor, shard_numels: Sequence[int]) -> None:
+    """Hands the pieces of a finished reduction to the sharded parameters, as FSDP2's ``foreach_reduce`` does."""
+    offset = 0
+    by_dtype: dict[torch.dtype, torch.Tensor] = {result.dtype: result}
+    for param, numel in zip(params, shard_numels, strict=True):
+        flat = by_dtype.setdefault(param.orig_dtype, result.to(param.orig_dtype))
+        grad = torch.as_strided(flat, param.sharded_size, param.contiguous_sharded_stride, storage_offset=offset)
+        offset += numel
+        if param.offload_to_cpu:
+            grad = grad.to("cpu")
+        if param.sharded_param.grad is not None:
+            param.sharded_param.grad._local_tensor += grad
+        else:
+            param.sharded_param.grad = param.to_sharded_dtensor(grad)
+        for hook in (getattr(param.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(param.sharded_param)
+
+
+def _row(tensor: torch.Tensor) -> int:
+    return tensor[0].numel() if tensor.shape[0] else int(torch.Size(tensor.shape[1:]).numel())
+
+
+def _padded_rows(shape: torch.Size, ranks: int) -> int:
+    return -(-shape[0] // ranks) * ranks
+
+
+def _flat_size(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(_padded_bytes(tensor) for tensor in tensors)
+
+
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _views(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Views of a byte buffer, one for each tensor of ``like``, with its dtype and number of elements."""
+    offset = 0
+    for tensor in like:
+        yield buffer[offset : offset + tensor.numel() * tensor.itemsize].view(tensor.dtype)
+        offset += _padded_bytes(tensor)

@@ -1,0 +1,163 @@
+"""Gradient reductions under way: started during backward, finished before anyone reads a gradient."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from lightning_5d.data_parallel.transport import Arrival, Transport, sum_in_rank_order
+
+
+class AllReduce:
+    """Sums one flat buffer over the ranks of a transport, divided by ``divide_by``, into ``out``.
+
+    Two ranks exchange whole buffers (one message each way). More of them scatter, add and share, which keeps the
+    traffic of each rank at two buffers whatever their number.
+    """
+
+    def __init__(
+        self, transport: Transport, buffer: torch.Tensor, out: torch.Tensor, tag: int, divide_by: float
+    ) -> None:
+        self._transport, self._buffer, self._out = transport, buffer, out
+        self._tag, self._divide_by = tag, divide_by
+        self._whole = transport.size == 2
+        start = transport.share if self._whole else transport.scatter
+        self._arrival: Arrival | None = start(buffer, 2 * tag)
+        self._second: Arrival | None = None
+
+    def advance(self, block: bool) -> bool:
+        """Moves forward as far as possible (``block``: to the end of this phase) and says whether it is done."""
+        if self._arrival is not None:
+            if not (block or self._arrival.ready()):
+                return False
+            parts = self._arrival.wait()
+            if self._whole:
+                sum_in_rank_order(parts, self._out, self._divide_by)
+                self._arrival.release()
+                self._arrival = None
+                return True
+            mine = self._transport.allocate(parts[0].numel(), parts[0].dtype)
+            sum_in_rank_order(parts, mine, self._divide_by)
+            self._arrival.release()
+            self._arrival = None
+            self._second = self._transport.share(mine, 2 * self._tag + 1)
+            return False
+        if self._second is None:
+            return True
+        if not (block or self._second.ready()):
+            return False
+        for target, part in zip(self._out.chunk(self._transport.size), self._second.wait(), strict=True):
+            target.copy_(part)
+        self._second.release()
+        self._second = None
+        return True
+
+
+class GradientReduction:
+    """One reduce-scatter over the shard group, then an all-reduce over the replicas, then ``deliver(result)``.
+
+    Either transport may be absent (a group of one rank). The result is divided by ``divide_by`` and has the buffer's
+    dtype; it is new memory that the receiver may keep.
+    """
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        shard: Transport | None,
+        replicate: Transport | None,
+        tag: int,
+        divide_by: float,
+        deliver: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._shard, self._replicate = shard, replicate
+        self._tag, self._divide_by, self._deliver = tag, divide_by, deliver
+        self._arrival: Arrival | None = None
+        self._all_reduce: AllReduce | None = None
+        self._result: torch.Tensor | None = None
+        self._done = False
+        if shard is not None:
+            self._arrival = shard.scatter(buffer, tag)
+        else:
+            self._start_all_reduce(buffer)
+
+    def advance(self, block: bool) -> bool:
+        """Moves forward by what has arrived (``block``: through the present phase) and says whether it is done."""
+        if self._arrival is not None:
+            if not (block or self._arrival.ready()):
+                return False
+            parts = self._arrival.wait()
+            last = self._replicate is None
+            make = torch.empty_like if self._replicate is None else self._like
+            out = make(parts[0])
+            sum_in_rank_order(parts, out, self._divide_by if last else 1.0)
+            self._arrival.release()
+            self._arrival = None
+            if last:
+                self._result = out
+            else:
+                self._start_all_reduce(out)
+                return False
+        if self._all_reduce is not None:
+            if not self._all_reduce.advance(block):
+                return False
+            self._all_reduce = None
+        if not self._done and self._result is not None:
+            self._done = True
+            self._deliver(self._result)
+            self._result = None
+        return self._done
+
+    def _like(self, part: torch.Tensor) -> torch.Tensor:
+        if self._replicate is None:
+            return torch.empty_like(part)
+        return self._replicate.allocate(part.numel(), part.dtype)
+
+    def _start_all_reduce(self, buffer: torch.Tensor) -> None:
+        if self._replicate is None:
+            self._result = buffer
+            return
+        self._result = torch.empty_like(buffer)
+        self._all_reduce = AllReduce(self._replicate, buffer, self._result, self._tag, self._divide_by)
+
+
+class PendingReductions:
+    """The reductions of one backward, in the order in which they were started.
+
+    They are delivered in that order, so that accumulation adds in the same order in every run. With a transport that
+    can be polled at most ``in_flight`` of them normally keep their buffers; waiting for the others is bounded, because
+    ranks that take different branches start them in different orders and must not wait for each other here.
+    """
+
+    def __init__(self, in_flight: int = 3, patience_s: float = 1.0) -> None:
+        self._queue: deque[GradientReduction] = deque()
+        self._in_flight, self._patience_s = in_flight, patience_s
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, reduction: GradientReduction, can_poll: bool) -> None:
+        """Appends a reduction and finishes older ones that have arrived."""
+        self._queue.append(reduction)
+        if not can_poll:
+            return
+        self._progress()
+        give_up = time.monotonic() + self._patience_s
+        while len(self._queue) > self._in_flight and time.monotonic() < give_up:
+            time.sleep(5e-5)
+            self._progress()
+
+    def finish(self) -> None:
+        """Blocks until all are delivered."""
+        # Phase by phase for all, so that every rank has started a phase before anyone waits for it.
+        while self._queue:
+            done = [reduction.advance(block=True) for reduction in self._queue]
+            while done and done[0]:
+                self._queue.popleft()
+                done.pop(0)
+
+    def _progress(self) -> None:
+        while self._queue and self._queue[0].advance(block=False):
+            self._queue.popleft()

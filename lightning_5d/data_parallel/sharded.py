@@ -1,0 +1,133 @@
+"""The data axis at work: the ZeRO engine inside Lightning's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from lightning_5d.data_parallel.engine import ShardOptions, shard
+from lightning_5d.data_parallel.param_group import state_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from typing_extensions import override
+
+from lightning_5d.parallelism import Parallelized
+
+
+class ShardedData(Parallelized):
+    """Data parallelism of one module, at any ZeRO stage.
+
+    The root of FSDP2 is the LightningModule itself, and a whole step is its forward. That takes some care, see the notes.
+
+    Args:
+        module: The user's LightningModule.
+        blocks: Its repeated blocks, each of which is gathered and freed as one.
+        mesh: The data ranks: ``dp_shard``, or ``dp_replicate x dp_shard``.
+        options: The stage and what belongs to it.
+    """
+
+    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, options: ShardOptions) -> None:
+        self.engine = shard(module, blocks, mesh, options)
+        self._module = module
+        self._root: FSDPState | None = state_of(module) if isinstance(module, FSDPModule) else None
+        self._in_step = False
+        self._open = False
+
+    # [Note: the step as the root's forward]
+    # FSDP2 gathers the root's parameters before the root's forward and hooks the root's output for backward. The step takes
+    # the place of that forward, so the two hooks are called here, around the step, and are taken off the module while it
+    # runs: a step that calls `self(x)` must not run them a second time.
+    @override
+    def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._root is None:
+            return step(*args, **kwargs)
+        args, kwargs = self._enter(args, kwargs)
+        self._in_step = True
+        try:
+            with _hooks_aside(self._module, self._root):
+                output = step(*args, **kwargs)
+            if self._open:
+                output = self._leave(output)
+        finally:
+            self._in_step = False
+        return output
+
+    # [Note: backward inside the step]
+    # Under manual optimization `training_step` itself calls backward, perhaps several times, and steps optimizers in
+    # between. The root's forward then has to end before each backward (so that its hook sits on that loss) and to begin
+    # again after it; and before an optimizer step everything must be resharded, or what follows would go on with the old
+    # values.
+    @override
+    def before_backward(self, loss: Tensor) -> Tensor:
+        if not self._in_step or not self._open:
+            return loss
+        left: Tensor = self._leave(loss)
+        return left
+
+    @override
+    def after_backward(self) -> None:
+        self.engine.wait()
+        if self._in_step and not self._open:
+            self._enter((), {})
+
+    @override
+    def before_optimizer_step(self) -> None:
+        if self._in_step:
+            self._reshard()
+            self._open = False
+
+    @override
+    def after_optimizer_step(self) -> None:
+        if self._in_step and self._root is not None and not self._open:
+            self._enter((), {})
+
+    @override
+    def begin_microbatch(self, *, last: bool) -> None:
+        self.engine.begin(last)
+
+    @override
+    def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
+        # A rank that has run out of batches cannot take part in gathers: have everything gathered before.
+        return self.unsharded() if uneven else nullcontext()
+
+    @contextmanager
+    @override
+    def unsharded(self) -> Iterator[None]:
+        with self.engine.unsharded():
+            yield
+
+    @override
+    def close(self) -> None:
+        self.engine.close()
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._open = True
+        if self._root is None:
+            return args, kwargs
+        entered: tuple[tuple[Any, ...], dict[str, Any]] = self._root._pre_forward(self._module, args, kwargs)
+        return entered
+
+    def _leave(self, output: Any) -> Any:
+        self._open = False
+        return output if self._root is None else self._root._post_forward(self._module, (), output)
+
+    def _reshard(self) -> None:
+        for child in self._module.modules():
+            if isinstance(child, FSDPModule):
+                child.reshard()
+
+
+@contextmanager
+def _hooks_aside(module: nn.Module, state: FSDPState) -> Iterator[None]:
+    # Checked with torch 2.13: FSDP2 keeps the handles of the two hooks it registers on a module in its state.
+    before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
+    pre, post = module._forward_pre_hooks.pop(before), module._forward_hooks.pop(after)
+    try:
+        yield
+    finally:
+        module._forward_pre_hooks[before] = pre
+        module._forward_pre_hooks.move_to_end(before, last=False)
+        module._forward_hooks[after] = post

@@ -1,0 +1,105 @@
+"""The data axis: `ZeRO`, its stages and what they shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from torch import nn
+
+from lightning_5d.mesh import DATA_AXES, nearest_divisor
+from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, Size
+
+if TYPE_CHECKING:
+    from lightning_5d.mesh import ParallelMesh
+    from lightning_5d.plan import ParallelPlan
+
+Offload = Literal["none", "cpu"]
+_OFFLOADS = ("none", "cpu")
+
+
+@dataclass(frozen=True)
+class ZeRO(Parallelism):
+    """Data parallel training that keeps one copy of the training state instead of one per rank.
+
+    | stage | kept once over the ranks | traffic per step (M = bytes of the parameters) |
+    |---|---|---|
+    | 0 | nothing: every rank holds everything (DDP) | 2M |
+    | 1 | optimizer states and master weights | 2M |
+    | 2 | the gradients too | (1 + microbatches) M |
+    | 3 | the parameters too | 3M per microbatch |
+
+    Args:
+        stage: 0, 1, 2 or 3.
+        replicate: Size of the outer, replicated data axis: state is sharded inside groups of ``data ranks / replicate`` and
+            equal between them (HSDP).
+        size: Number of data ranks, ``"auto"`` for what other axes leave of the world.
+        offload: ``"cpu"`` keeps sharded parameters and optimizer states in host memory between uses.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2019), section 5;
+    the engine is `torch.distributed.fsdp.fully_shard`.
+    """
+
+    axis: ClassVar[str] = "data"
+    order: ClassVar[int] = 90
+
+    stage: int = 1
+    replicate: int = 1
+    size: Size = "auto"
+    offload: Offload = "none"
+
+    def mesh_sizes(self) -> dict[str, Size]:
+        """Sizes of ``dp_replicate`` and ``dp_shard``; stage 0 shards nothing, so all its ranks are replicas."""
+        replicate = self.replicate if _is_count(self.replicate) else 1
+        if self.size == "auto" or not _is_count(self.size) or self.size % replicate:
+            return {"dp_replicate": replicate, "dp_shard": "auto"}
+        return {"dp_replicate": replicate, "dp_shard": self.size // replicate}
+
+    def validate(self, context: RunContext) -> list[Problem]:
+        """Checks stage, sizes and offload, each with what would work."""
+        problems = []
+        if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
+            problems.append(Problem(f"ZeRO(stage={self.stage!r}): there is no such stage.", "Use 0, 1, 2 or 3."))
+        if not _is_count(self.replicate):
+            problems.append(
+                Problem(
+                    f"ZeRO(replicate={self.replicate!r}) is not a whole number of at least 1.", "Use 1 for no replicas."
+                )
+            )
+        if self.size != "auto" and not _is_count(self.size):
+            problems.append(
+                Problem(f"ZeRO(size={self.size!r}) is not a whole number of at least 1.", 'Use "auto" or a number.')
+            )
+        elif self.size != "auto" and _is_count(self.replicate) and int(self.size) % self.replicate:
+            divisor = nearest_divisor(int(self.size), self.replicate)
+            problems.append(
+                Problem(
+                    f"ZeRO(size={self.size}, replicate={self.replicate}): {self.replicate} does not divide {self.size}.",
+                    f"replicate={divisor} does.",
+                )
+            )
+        if self.offload == "cpu" and self.stage == 0:
+            problems.append(
+                Problem('ZeRO(stage=0, offload="cpu"): stage 0 shards nothing to offload.', "Use stage 1, 2 or 3.")
+            )
+        if self.offload not in _OFFLOADS:
+            problems.append(
+                Problem(f"ZeRO(offload={self.offload!r}) is unknown.", f"Use one of {', '.join(_OFFLOADS)}.")
+            )
+        return problems
+
+    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> Parallelized:
+        """Wraps the plan's blocks and the rest of the module for this stage."""
+        from lightning_5d.data_parallel.engine import ShardOptions
+
+        from lightning_5d.data_parallel.sharded import ShardedData
+
+        blocks = [module.get_submodule(name) for name in plan.block_names(module)]
+        offload = "none" if self.offload == "none" else "optimizer+parameters"
+        # FiveD has made values equal by now, over all axes.
+        options = ShardOptions(stage=self.stage, offload=offload, synchronize=False)
+        return ShardedData(module, blocks, mesh.submesh(*DATA_AXES), options)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,168 @@
+"""Initial values that do not depend on the layout.
+
+Weights that exist when `FiveD` sees them are kept, and rank 0's values are everyone's. Weights still on the meta device are
+filled module by module, at full size, from a generator seeded by the run's seed and the module's name, and cut to the local
+shard at once: a value is a function of seed and name, never of rank, and the peak is one module.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+_BROADCAST_BUCKET_BYTES = 64 * 1024 * 1024
+
+
+def run_seed() -> int:
+    """The seed that `lightning.seed_everything` set, or 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def module_seed(seed: int, name: str) -> int:
+    """A 63-bit seed from the run's seed and a module's fully-qualified name."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def meta_tensors(module: nn.Module) -> list[str]:
+    """Names of the module's parameters and buffers that are on the meta device."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [name for name, tensor in named if tensor.is_meta]
+
+
+def synchronize_values(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Gives every rank of the group the values of its first rank: parameters and buffers that exist.
+
+    Args:
+        module: A module with plain (not yet sharded) tensors, the same structure on every rank.
+        group: The ranks; the whole world if ``None``.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    seen: set[int] = set()
+    tensors: list[Tensor] = []
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta and id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors.append(tensor.detach())
+    # Checked with torch 2.13: the coalesced broadcast that DDP uses; it groups by dtype and writes in place.
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    if tensors:
+        dist._broadcast_coalesced(group or dist.group.WORLD, tensors, _BROADCAST_BUCKET_BYTES, source)  # type: ignore[attr-defined]
+
+
+def materialize(module: nn.Module, device: torch.device, seed: int | None = None) -> None:
+    """Moves every meta tensor of the module to the device, with values from seed and name.
+
+    Tensors may already be sharded (`DTensor`): each rank then makes the whole of one module at a time and keeps its shard.
+
+    Args:
+        module: Any module; parts that are not on the meta device are left alone.
+        device: Where the values go.
+        seed: The run's seed; `run_seed()` if ``None``.
+
+    Raises:
+        ValueError: If a module has meta tensors but no way to set them (``reset_parameters()``, or ``_init_weights`` of
+            an enclosing Hugging Face model); names every such tensor.
+    """
+    if not meta_tensors(module):
+        return
+    seed = run_seed() if seed is None else seed
+    filled: dict[int, Tensor] = {}
+    orphans: list[str] = []
+    for name, owner, initialize in _owners(module):
+        own = {**owner._parameters, **owner._buffers}
+        meta = {key: tensor for key, tensor in own.items() if tensor is not None and tensor.is_meta}
+        if all(id(tensor) in filled for tensor in meta.values()):  # tied to a module that has been filled
+            for key, tensor in meta.items():
+                _replace(owner, key, filled[id(tensor)])
+            continue
+        if initialize is None:
+            orphans += [f"{name}.{key}" if name else key for key in meta]
+            continue
+        values = _initial_values(owner, initialize, device, module_seed(seed, name))
+        for key, tensor in meta.items():
+            if id(tensor) not in filled:
+                filled[id(tensor)] = _placed(values[key], tensor, device)
+            _replace(owner, key, filled[id(tensor)])
+    if orphans:
+        raise ValueError(
+            f"{len(orphans)} tensors are on the meta device and nothing says how to fill them: {', '.join(orphans[:10])}"
+            f"{', …' if len(orphans) > 10 else ''}. Give the modules that own them a `reset_parameters()` method that sets"
+            " all their parameters and buffers, or build the module without `empty_init=True`."
+        )
+
+
+def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None] | None]]:
+    """Modules that own meta tensors, with the function that initializes one, if there is any."""
+    enclosing: dict[str, Callable[[nn.Module], None]] = {}
+    for name, owner in module.named_modules():
+        # Hugging Face models initialize their parts from the outside, by one method for all of them.
+        initializer = getattr(owner, "_init_weights", None)
+        if callable(initializer):
+            enclosing[name] = initializer
+        tensors = [*owner._parameters.values(), *owner._buffers.values()]
+        if not any(tensor is not None and tensor.is_meta for tensor in tensors):
+            continue
+        own = getattr(type(owner), "reset_parameters", None) or getattr(type(owner), "_reset_parameters", None)
+        outer = [prefix for prefix in enclosing if not prefix or name == prefix or name.startswith(prefix + ".")]
+        if outer:
+            yield name, owner, enclosing[max(outer, key=len)]
+        else:
+            yield name, owner, own
+
+
+def _initial_values(
+    owner: nn.Module, initialize: Callable[[nn.Module], None], device: torch.device, seed: int
+) -> dict[str, Tensor]:
+    """Full-size values of a module's own tensors, made on a copy so that the original may be sharded."""
+    twin = copy.copy(owner)
+    object.__setattr__(twin, "_parameters", dict(owner._parameters))
+    object.__setattr__(twin, "_buffers", dict(owner._buffers))
+    # Children are copied whole: an initializer that also sets them must not touch the originals.
+    children = {key: _empty_copy(child, device) for key, child in owner._modules.items() if child is not None}
+    object.__setattr__(twin, "_modules", children)
+    for key, parameter in owner._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            twin._parameters[key] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for key, buffer in owner._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            twin._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+    devices = [device.index or 0] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"), torch.no_grad():
+        torch.manual_seed(seed)
+        initialize(twin)
+    values = {**twin._parameters, **twin._buffers}
+    return {key: tensor.detach() for key, tensor in values.items() if tensor is not None}
+
+
+def _empty_copy(child: nn.Module, device: torch.device) -> nn.Module:
+    own = sum(p.numel() for p in child.parameters())
+    twin = copy.deepcopy(child) if own else child
+    return twin.to_empty(device=device) if own and meta_tensors(twin) else twin
+
+
+def _placed(full: Tensor, like: Tensor, device: torch.device) -> Tensor:
+    """The full value as `like` is placed: a parameter stays a parameter, a shard a shard."""
+    value = full
+    if isinstance(like, DTensor):
+        # No source rank: every rank has made the same values, so nothing needs to be sent.
+        value = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    if isinstance(like, nn.Parameter):
+        return nn.Parameter(value, requires_grad=like.requires_grad)
+    return value.to(device)
+
+
+def _replace(owner: nn.Module, key: str, value: Tensor) -> None:
+    if key in owner._parameters:
+        owner._parameters[key] = value if isinstance(value, nn.Parameter) else nn.Parameter(value)
+    else:
+        owner._buffers[key] = value

@@ -1,0 +1,116 @@
+"""The loss contract: what a step returns, and what the gradient of a window of microbatches is.
+
+A step returns a mean over its microbatch. Over a window (all microbatches between two optimizer steps, on all data ranks) the
+gradient is the mean over microbatches; a step that returns ``{"loss": mean, "weight": tokens}`` makes it the weighted mean
+``sum(w L) / sum(w)``, exactly as one big batch would. The last, incomplete window of an epoch is divided by the number of
+microbatches it has, not by `accumulate_grad_batches`, under every layout.
+
+The divisor is known only when the window ends, so each backward runs with a provisional factor, and `LossWindow.correction`
+gives the factor that gradients are multiplied with before anybody reads them. In the common case it is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def weight_of(output: Any) -> float | None:
+    """The weight in a training step's output.
+
+    Args:
+        output: What `training_step` returned: a tensor, ``None``, or a mapping with ``"loss"`` and perhaps ``"weight"``.
+
+    Returns:
+        The weight, or ``None`` where none was given.
+
+    Raises:
+        ValueError: If the weight is negative or not finite, or not a scalar.
+    """
+    if not isinstance(output, Mapping) or "weight" not in output or output.get("loss") is None:
+        return None
+    raw = output["weight"]
+    if isinstance(raw, Tensor) and raw.numel() != 1:
+        raise ValueError(f"`weight` must be one number per microbatch, got a tensor of shape {tuple(raw.shape)}.")
+    weight = float(raw)
+    if not 0 <= weight < float("inf"):
+        raise ValueError(f"`weight` is {weight}; it must be finite and not negative (the number of tokens, usually).")
+    return weight
+
+
+def zero_like_loss(loss: Tensor) -> Tensor:
+    """A zero with a graph of its own: stands for the loss of a microbatch of weight zero.
+
+    The user's loss is usually 0/0 there, and no factor makes a gradient of NaN vanish, so its graph is not used at all.
+    """
+    return torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True) * 1
+
+
+class LossWindow:
+    """Counts the microbatches of one accumulation window and their weights."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._weight_sum = 0.0
+        self._weighted = 0
+        self._reference: float | None = None
+
+    def scale(self, weight: float | None, group: dist.ProcessGroup, device: torch.device) -> float:
+        """The factor for the backward of the next microbatch, counted in; all data ranks call it together.
+
+        Args:
+            weight: This microbatch's weight, or ``None``.
+            group: The data ranks.
+            device: Where a collective's tensor may live.
+
+        Raises:
+            ValueError: If some microbatches of the window have weights and others have none.
+        """
+        self.count += 1
+        if weight is not None:
+            self._weighted += 1
+        if self._weighted not in (0, self.count):
+            raise ValueError(
+                f"Of {self.count} microbatches in one accumulation window {self._weighted} returned a weight."
+                " Return one from every training_step, or from none."
+            )
+        if weight is None:
+            return 1.0
+        self._weight_sum += weight
+        if self._reference is None:
+            # A common size for weights, so that scaled losses stay near the true ones; later windows use the last mean.
+            total = torch.tensor([weight, 1.0], dtype=torch.float64, device=device)
+            dist.all_reduce(total, group=group)
+            self._reference = float(total[0] / total[1]) or 1.0
+        return weight / self._reference
+
+    def correction(self, planned: int, group: dist.ProcessGroup, device: torch.device) -> float:
+        """The factor that gradients of this window still need; ends the window.
+
+        Args:
+            planned: `accumulate_grad_batches`, by which Lightning has divided every loss (1 if it has not).
+            group: The data ranks, over which gradients have been averaged.
+            device: Where a collective's tensor may live.
+
+        Returns:
+            The factor; 0 where every weight of the window was 0.
+        """
+        count, weighted, weight_sum = self.count, self._weighted, self._weight_sum
+        self.count, self._weighted, self._weight_sum = 0, 0, 0.0
+        if not count:
+            return 1.0
+        if not weighted:
+            return planned / count
+        # Gradients now hold 1/(ranks * planned) * sum(w/reference * dL); wanted is sum(w * dL) / sum(w).
+        total = torch.tensor([weight_sum, float(count)], dtype=torch.float64, device=device)
+        dist.all_reduce(total, group=group)
+        weight_total, count_total = total.tolist()
+        reference = self._reference or 1.0
+        self._reference = weight_total / count_total or reference
+        if not weight_total:
+            return 0.0
+        return dist.get_world_size(group) * planned * reference / weight_total

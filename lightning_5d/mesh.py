@@ -1,0 +1,156 @@
+"""Axis names and their order, sizes from plugins, and the ranks arranged by axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_5d.parallelism import Parallelism, Problem
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes, outermost to innermost: neighbours in rank share `tp`, which needs the fastest links."""
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""The axes whose ranks read different samples."""
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` that is closest to `wanted` (the smaller one on a tie)."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def resolve_sizes(world_size: int, plugins: Sequence[Parallelism]) -> tuple[dict[str, int], list[Problem]]:
+    """Sizes of all axes from what the plugins ask for.
+
+    Args:
+        world_size: Number of ranks.
+        plugins: The plugins of a run. At most one of their axes may be ``"auto"``; without any, ``dp_shard`` is.
+
+    Returns:
+        The size of every axis in `AXES` (their product is the world size if there is no problem), and what is wrong.
+    """
+    problems: list[Problem] = []
+    asked: dict[str, int | str] = {}
+    for plugin in plugins:
+        for axis, size in plugin.mesh_sizes().items():
+            if axis not in AXES:
+                problems.append(
+                    Problem(f"{plugin} brings the unknown mesh axis {axis!r}.", f"Known are {', '.join(AXES)}.")
+                )
+            elif isinstance(size, bool) or not (size == "auto" or (isinstance(size, int) and size >= 1)):
+                problems.append(
+                    Problem(f"The size of axis {axis!r} is {size!r}.", 'Give a whole number of at least 1, or "auto".')
+                )
+            else:
+                asked[axis] = size
+    fixed = {axis: size for axis, size in asked.items() if isinstance(size, int)}
+    taken = math.prod(fixed.values())
+    auto = [axis for axis, size in asked.items() if size == "auto"]
+    if not any(axis in asked for axis in DATA_AXES):
+        auto.append("dp_shard")
+    if len(auto) > 1:
+        problems.append(Problem(f'The axes {" and ".join(auto)} are both "auto".', "Give a number to all but one."))
+    sizes = {axis: fixed.get(axis, 1) for axis in AXES}
+    if problems:
+        return sizes, problems
+    written = " x ".join(f"{axis}={size}" for axis, size in fixed.items()) or "1"
+    if auto:
+        if world_size % taken:
+            other = nearest_divisor(world_size, taken)
+            bigger = math.ceil(world_size / taken) * taken
+            problems.append(
+                Problem(
+                    f"{world_size} ranks cannot be divided by {written} = {taken}.",
+                    f"A product of {other} works with {world_size} ranks, or use {bigger} ranks.",
+                )
+            )
+        else:
+            sizes[auto[0]] = world_size // taken
+    elif taken != world_size:
+        problems.append(
+            Problem(
+                f"The sizes {written} make {taken} ranks, but the run has {world_size}.",
+                f'Use devices x num_nodes = {taken}, or set the data size to "auto".',
+            )
+        )
+    return sizes, problems
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """The ranks of a run arranged by axis.
+
+    Attributes:
+        sizes: Size of every axis in `AXES`.
+        device_mesh: The axes larger than one (and always ``dp_shard``) as a `DeviceMesh`.
+    """
+
+    sizes: dict[str, int]
+    device_mesh: DeviceMesh
+
+    @classmethod
+    def create(cls, sizes: dict[str, int], device_type: str) -> ParallelMesh:
+        """Arranges the ranks of the initialised world; every rank calls it.
+
+        Axes of size one are left out, as each would cost a process group per rank.
+        """
+        names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == "dp_shard")
+        mesh = init_device_mesh(device_type, tuple(sizes[n] for n in names), mesh_dim_names=names)
+        return cls(dict(sizes), mesh)
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along these axes together."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def rank(self, *axes: str) -> int:
+        """This rank's index along these axes together, the first one outermost."""
+        index = 0
+        for axis in axes:
+            local = self.device_mesh.get_local_rank(axis) if axis in self.names else 0
+            index = index * self.sizes[axis] + local
+        return index
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of the ranks that differ from this one along `axis` alone.
+
+        Raises:
+            ValueError: If the axis has size one: there is no such group.
+        """
+        if axis not in self.names:
+            raise ValueError(f"Axis {axis!r} has size 1 here; axes with a group: {', '.join(self.names)}.")
+        return self.device_mesh.get_group(axis)
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """The mesh of those of `axes` that are larger than one, or of ``dp_shard`` where none is."""
+        names = tuple(axis for axis in axes if axis in self.names and self.sizes[axis] > 1) or ("dp_shard",)
+        return self.device_mesh[names]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axes present in `device_mesh`."""
+        return self.device_mesh.mesh_dim_names or ()
+
+    @cached_property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that read different samples and otherwise hold the same place as this one."""
+        mesh = self.submesh(*DATA_AXES)
+        return mesh.get_group() if mesh.ndim == 1 else mesh._flatten("dp").get_group()
+
+    @cached_property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that must hold the same batch as this one (they differ in pp, cp or tp), or ``None`` if alone."""
+        axes = tuple(axis for axis in AXES if axis not in DATA_AXES and self.sizes[axis] > 1)
+        if not axes:
+            return None
+        mesh = self.device_mesh[axes]
+        return mesh.get_group() if mesh.ndim == 1 else mesh._flatten("_".join(axes)).get_group()
+
+    def describe(self) -> str:
+        """One line for the log, such as ``pp=2 x dp_shard=4 (8 ranks)``."""
+        return f"{' x '.join(f'{n}={self.sizes[n]}' for n in self.names)} ({math.prod(self.sizes.values())} ranks)"

@@ -1,0 +1,172 @@
+"""The interface every parallelism implements.
+
+A `Parallelism` is what a person writes down: a small frozen object with sizes and options. It can be checked, printed and
+used in as many Trainers as one likes. `Parallelism.parallelize` turns it into a `Parallelized`: the same axis at work on one
+module, with the state that needs. `FiveD` calls the hooks of both in a fixed order and knows nothing about any axis.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lightning_5d.mesh import ParallelMesh
+    from lightning_5d.plan import ParallelPlan
+
+Size = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a configuration.
+
+    Attributes:
+        what: What is wrong, with the numbers that clash.
+        fix: The nearest setting that works.
+    """
+
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.fix}"
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What is known about a run before any process is launched; plugins validate against it.
+
+    Attributes:
+        world_size: Number of ranks, over all nodes.
+        num_nodes: Number of nodes.
+        device_type: ``"cpu"``, ``"cuda"``, …
+        precision: Lightning's precision string, such as ``"bf16-mixed"``.
+        sizes: Size of every mesh axis, ``"auto"`` already resolved; axes that are not in use have size 1.
+        module: The user's module where it is already known, else ``None``.
+    """
+
+    world_size: int
+    num_nodes: int
+    device_type: str
+    precision: str
+    sizes: dict[str, int]
+    module: nn.Module | None = None
+
+
+class Parallelism(ABC):
+    """One axis of parallelism as a person configures it. Subclasses are frozen dataclasses."""
+
+    axis: ClassVar[str]
+    """The name a person knows the axis by: ``"data"``, ``"tensor"``, ``"pipeline"``, ``"context"``, ``"expert"``."""
+
+    order: ClassVar[int]
+    """Position in `parallelize`: pipeline 10, tensor 20, expert 30, context 40, data 90 (it wraps last)."""
+
+    def mesh_sizes(self) -> dict[str, Size]:
+        """Sizes of the mesh axes this plugin brings, by name; ``"auto"`` takes what is left of the world."""
+        return {}
+
+    def validate(self, context: RunContext) -> list[Problem]:
+        """Everything that is wrong with this plugin in this run; an empty list when nothing is."""
+        return []
+
+    @abstractmethod
+    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> Parallelized:
+        """Applies the axis to the module, in place.
+
+        Args:
+            module: The user's LightningModule, on its device, with the same values on every rank.
+            plan: Where the module may be cut.
+            mesh: The ranks by axis.
+
+        Returns:
+            The axis at work, whose hooks `FiveD` calls during steps.
+        """
+
+
+class Parallelized:
+    """One axis at work on one module. Hooks that have nothing to do inherit these empty defaults."""
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Returns this rank's part of a batch that all ranks of the axis hold."""
+        return batch
+
+    def step_context(self) -> AbstractContextManager[None]:
+        """A context around every step of the user, training or not."""
+        return nullcontext()
+
+    def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call of a user's step function; an axis that has to do something around it overrides this."""
+        return step(*args, **kwargs)
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Comes before the forward of each training microbatch.
+
+        Args:
+            last: Whether gradients are complete, and must be synchronised, after this microbatch's backward.
+        """
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Comes before each backward, with the tensor it will start from; returns the one to start from."""
+        return loss
+
+    def after_backward(self) -> None:
+        """Comes after each backward, before anybody may look at gradients."""
+
+    def before_optimizer_step(self) -> None:
+        """Comes right before parameters change."""
+
+    def after_optimizer_step(self) -> None:
+        """Comes right after parameters have changed."""
+
+    def finalize_gradients(self) -> None:
+        """Comes once per optimizer step, after the last backward and before hooks, clipping and the step itself."""
+
+    def gradient_axes(self, parameter: nn.Parameter) -> Sequence[str]:
+        """Mesh axes over which parts of this parameter's gradient lie that its own placement does not tell."""
+        return ()
+
+    def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
+        """A context around a whole evaluation loop.
+
+        Args:
+            uneven: Ranks have different numbers of batches, so a step may not communicate.
+        """
+        return nullcontext()
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """A context in which parameters are whole on every rank. All ranks enter it together."""
+        yield
+
+    def close(self) -> None:
+        """Releases what the axis holds outside the module (buffers, groups)."""
+
+
+def raise_problems(problems: Sequence[Problem]) -> None:
+    """Raises one error that lists every problem.
+
+    Args:
+        problems: What was found; nothing happens when it is empty.
+
+    Raises:
+        MisconfigurationException: With one numbered line per problem.
+    """
+    if not problems:
+        return
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    head = "One setting does not work:" if len(problems) == 1 else f"{len(problems)} settings do not work:"
+    raise MisconfigurationException("\n".join([head, *(f"  {i}. {p}" for i, p in enumerate(problems, 1))]))
+
+
+def describe_device(device: torch.device) -> str:
+    """``cpu`` or ``cuda:3``, as a person writes it."""
+    return device.type if device.index is None else f"{device.type}:{device.index}"

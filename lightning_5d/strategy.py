@@ -1,0 +1,631 @@
+"""`FiveD`: the Lightning strategy. It calls the hooks of its plugins in a fixed order and knows nothing of any axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_5d.batches import check_same_batch, even_loader
+from lightning_5d.checkpoint.full_state import contains_sharded, gather, place_module_state, place_optimizer_state
+from lightning_5d.data_parallel.zero import ZeRO
+from lightning_5d.gradients import global_norm, scale_gradients
+from lightning_5d.initialization import materialize, meta_tensors, synchronize_values
+from lightning_5d.loss import LossWindow, weight_of, zero_like_loss
+from lightning_5d.mesh import DATA_AXES, ParallelMesh, resolve_sizes
+from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, raise_problems
+from lightning_5d.plan import ParallelPlan, find_plan
+from lightning_5d.precision import PRECISIONS, FiveDPrecision
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import ClusterEnvironment
+    from lightning.fabric.utilities.types import ReduceOp
+    from lightning.pytorch.accelerators import Accelerator
+
+T = TypeVar("T")
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class FiveD(ParallelStrategy):
+    """Trains an unchanged LightningModule under any mixture of parallelisms.
+
+    ```python
+    trainer = L.Trainer(devices=8, strategy=FiveD(ZeRO(stage=1)))
+    trainer.fit(module, datamodule)
+    ```
+
+    Args:
+        *plugins: One plugin per axis, in any order. Without a data plugin the rest of the world is plain data parallel.
+        timeout: Longest wait in any collective, as a timedelta or in seconds.
+        process_group_backend: ``"gloo"``, ``"nccl"``, …; what torch has for the device if ``None``.
+        start_method: How ranks come to be when nobody else starts them: ``"popen"`` runs the script again for each (the
+            default); ``"spawn"``, ``"forkserver"`` and ``"fork"`` start them from this process, for notebooks and tests.
+            Under torchrun or Slurm they exist already, and this says nothing.
+        plan: Where the module may be cut; found by itself if ``None`` (see `ParallelPlan`).
+        accelerator, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's strategies.
+
+    Raises:
+        MisconfigurationException: If settings do not work together; one error that lists all of them. Raised when the
+            `Trainer` is made, before any process is started, where the numbers are known by then.
+    """
+
+    strategy_name = "fived"
+    is_distributed = True
+
+    def __init__(
+        self,
+        *plugins: Parallelism,
+        timeout: timedelta | float | None = None,
+        process_group_backend: str | None = None,
+        start_method: StartMethod = "popen",
+        plan: ParallelPlan | None = None,
+        accelerator: Accelerator | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        problems = _plugin_problems(plugins)
+        if start_method not in _START_METHODS:
+            problems.append(
+                Problem(f"start_method={start_method!r} is unknown.", f"Use one of {', '.join(_START_METHODS)}.")
+            )
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+            problems.append(Problem(f"timeout={timeout!r} is not a positive time.", "Give seconds or a timedelta."))
+        raise_problems(problems)
+        self._configured = False
+        self._precision_problems: list[Problem] = []
+        self._own_accelerator: Accelerator | None = None
+        super().__init__(cluster_environment=cluster_environment, checkpoint_io=checkpoint_io)
+        if precision_plugin is not None:
+            self.precision_plugin = precision_plugin
+        if accelerator is not None:
+            self._own_accelerator = accelerator
+        if not any(plugin.axis == ZeRO.axis for plugin in plugins):
+            plugins = (*plugins, ZeRO(stage=0))
+        self.plugins: tuple[Parallelism, ...] = tuple(sorted(plugins, key=lambda plugin: plugin.order))
+        self.num_nodes = 1
+        self._timeout = _DEFAULT_TIMEOUT if seconds is None else timedelta(seconds=seconds)
+        self._process_group_backend = process_group_backend
+        self._start_method: StartMethod = start_method
+        self._plan = plan
+        self._mesh: ParallelMesh | None = None
+        self._parallelized: list[Parallelized] = []
+        self._parallelized_module: nn.Module | None = None
+        self._accumulating = False
+        self._window = LossWindow()
+        self._weight: float | None = None
+        self._agreed: tuple[str, int] | None = None
+        self._uneven_prediction = False
+        self._evaluation = ExitStack()
+
+    # Configuration: before processes exist
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._own_accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        # The first thing a Trainer does to its strategy, so the place to notice a second Trainer. (`_accelerator` stays
+        # empty: Lightning would read it there and complain about something else.)
+        if self._configured:
+            raise MisconfigurationException(
+                "This FiveD object already belongs to another Trainer. Make a new FiveD(...) for each Trainer; plugins such"
+                " as ZeRO(stage=1) may be shared."
+            )
+        self._own_accelerator = accelerator
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else FiveDPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None and not isinstance(precision_plugin, FiveDPrecision):
+            # Lightning makes its own plugin for strategies it does not know; only the string in it matters here.
+            precision = str(precision_plugin.precision)
+            known = precision in PRECISIONS
+            self._precision_problems = (
+                []
+                if known
+                else [
+                    Problem(
+                        f"precision={precision!r} is not available under FiveD.", f"Use one of {', '.join(PRECISIONS)}."
+                    )
+                ]
+            )
+            precision_plugin = FiveDPrecision(precision if known else "32-true")
+        if isinstance(precision_plugin, FiveDPrecision):
+            precision_plugin.attach(self)
+        self._precision_plugin = precision_plugin
+
+    @override
+    def _configure_launcher(self) -> None:
+        from lightning_5d.launch import launcher_for
+
+        context, problems = self._run_context()
+        for plugin in self.plugins:
+            problems += plugin.validate(context)
+        raise_problems(problems + self._precision_problems)
+        self._configured = True
+        self._launcher = launcher_for(self, self._start_method)
+
+    def _run_context(self, module: nn.Module | None = None) -> tuple[RunContext, list[Problem]]:
+        world = self.num_nodes * self.num_processes
+        sizes, problems = resolve_sizes(world, self.plugins)
+        precision = str(self.precision_plugin.precision)
+        return RunContext(world, self.num_nodes, self.root_device.type, precision, sizes, module), problems
+
+    @property
+    def start_method(self) -> StartMethod:
+        """How ranks come to be when nobody else starts them; may be set until a Trainer takes this object."""
+        return self._start_method
+
+    @start_method.setter
+    def start_method(self, method: StartMethod) -> None:
+        if self._configured:
+            raise MisconfigurationException("start_method cannot change once a Trainer has taken this FiveD object.")
+        self._start_method = method
+
+    # Processes
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank] if self.local_rank < len(devices) else devices[0]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str:
+        """The backend of the process groups."""
+        return self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The ranks by axis.
+
+        Raises:
+            RuntimeError: Before `setup_environment` has run.
+        """
+        if self._mesh is None:
+            raise RuntimeError("The mesh exists once processes have started, from the `setup` hooks on.")
+        return self._mesh
+
+    def set_world_ranks(self) -> None:
+        """Tells Lightning this process's rank."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        expected = self.num_nodes * self.num_processes
+        if dist.is_initialized() and dist.get_world_size() != expected:
+            raise MisconfigurationException(
+                f"torch.distributed already runs with {dist.get_world_size()} ranks, this Trainer wants {expected}. Use"
+                f" devices x num_nodes = {dist.get_world_size()}, or call torch.distributed.destroy_process_group() first."
+            )
+        device = self.root_device
+        _init_dist_connection(
+            self.cluster_environment,
+            self.process_group_backend,
+            timeout=self._timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+        context, problems = self._run_context(self.lightning_module)
+        raise_problems(problems)
+        if self._mesh is None:
+            self._mesh = ParallelMesh.create(context.sizes, device.type)
+            rank_zero_info(f"FiveD: {self._mesh.describe()}")
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = self._mesh.device_mesh  # for `configure_model`, as Lightning documents
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh.size(*DATA_AXES), "rank": self.mesh.rank(*DATA_AXES)}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        stage = self._stage()
+        predicting = stage == RunningStage.PREDICTING
+        loader, uneven = even_loader(dataloader, self.mesh, self.root_device, predicting=predicting)
+        self._uneven_prediction |= predicting and uneven
+        return loader
+
+    # Setup of the module
+
+    @override
+    def model_to_device(self) -> None:
+        if self.model is not None:
+            device = self.root_device
+            self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Values of meta tensors are made in `setup`, sharded.
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("`setup` needs a connected LightningModule.")
+        if self._parallelized_module is not module:
+            self._parallelize(module, fitting)
+        if fitting:
+            self._reset_optimizers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
+        problems = []
+        if contains_sharded(module):
+            problems.append(
+                Problem(
+                    "The module is already sharded, by another Trainer or by its own code.",
+                    "Go on with the same Trainer, or make a new module (its weights can come from a checkpoint).",
+                )
+            )
+        if fitting and not any(True for _ in module.parameters()):
+            problems.append(
+                Problem(
+                    f"{type(module).__name__} has no parameters, so there is nothing to train.",
+                    "Make its layers in __init__ or configure_model and assign them to self.",
+                )
+            )
+        context, more = self._run_context(module)
+        problems += more
+        for plugin in self.plugins:
+            problems += plugin.validate(context)
+        raise_problems(problems)
+        if fitting and self._layer_sync is not None:
+            self._layer_sync.apply(module)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        synchronize_values(module)
+        plan = find_plan(module, self._plan)
+        for applied in self._parallelized:
+            applied.close()
+        self._parallelized = [plugin.parallelize(module, plan, self.mesh) for plugin in self.plugins]
+        if meta_tensors(module):
+            materialize(module, self.root_device)
+        self._parallelized_module = module
+        _point_metrics_to(module, self.mesh.data_group)
+
+    def _reset_optimizers(self) -> None:
+        self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
+
+    # Steps
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._check_agreement(batch, "training")
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        self._weight = None
+        for applied in self._parallelized:
+            applied.begin_microbatch(last=not self._accumulating)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            output = module.training_step(*args, **kwargs)
+            self._weight = weight_of(output)
+            if self._weight == 0.0:
+                output = {**output, "loss": zero_like_loss(output["loss"])}
+            return output
+
+        return self._run(step, self.precision_plugin.train_step_context(), args, kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_agreement(args[0], "validation", *args[1:3])
+        return self._run(self._module().validation_step, self.precision_plugin.val_step_context(), args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_agreement(args[0], "test", *args[1:3])
+        return self._run(self._module().test_step, self.precision_plugin.test_step_context(), args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_agreement(args[0], "prediction", *args[1:3])
+        return self._run(self._module().predict_step, self.precision_plugin.predict_step_context(), args, kwargs)
+
+    def _run(
+        self,
+        step: Callable[..., Any],
+        precision: AbstractContextManager[None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """One call of a user's step, inside the contexts and calls of all axes (the first plugin outermost)."""
+        with ExitStack() as contexts:
+            contexts.enter_context(precision)
+            for applied in self._parallelized:
+                contexts.enter_context(applied.step_context())
+            batch, *rest = args or (None,)
+            for applied in self._parallelized:
+                batch = applied.shard_batch(batch)
+            call = step
+            for applied in reversed(self._parallelized):
+                call = partial(_called_by, applied, call)
+            return call(*((batch, *rest) if args else ()), **kwargs)
+
+    def _check_agreement(self, batch: Any, what: str, *indices: Any) -> None:
+        """On the first batch of an epoch, ranks that must hold the same batch compare theirs."""
+        if self.mesh.replica_group is None:
+            return
+        if what == "training":
+            epoch = self._module().trainer.current_epoch
+            if self._agreed == (what, epoch):
+                return
+            self._agreed = (what, epoch)
+        elif indices and indices[0] != 0:
+            return
+        check_same_batch(batch, self.mesh, self.root_device, f"the first {what} batch")
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module, precision = self._module(), self.precision_plugin
+        self.pre_backward(closure_loss)
+        loss = precision.pre_backward(closure_loss, module)
+        if module.automatic_optimization:
+            factor = self._window.scale(self._weight, self.mesh.data_group, self.root_device)
+            loss = loss if factor == 1.0 else loss * factor
+        for applied in self._parallelized:
+            loss = applied.before_backward(loss)
+        precision.backward(loss, module, optimizer, *args, **kwargs)
+        for applied in self._parallelized:
+            applied.after_backward()
+        closure_loss = precision.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def finalize_gradients(self, optimizer: Any) -> None:
+        """Makes gradients final: called once per optimizer step, before hooks, clipping and the step."""
+        module = self._module()
+        if module.automatic_optimization:
+            planned = module.trainer.accumulate_grad_batches
+            factor = self._window.correction(planned, self.mesh.data_group, self.root_device)
+            if factor != 1.0:
+                scale_gradients(module.parameters(), factor)
+        for applied in self._parallelized:
+            applied.finalize_gradients()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        for applied in self._parallelized:
+            applied.after_optimizer_step()
+        return result
+
+    def parameters_will_change(self) -> None:
+        """Called by the precision plugin between the last hook on gradients and the step itself."""
+        for applied in self._parallelized:
+            applied.before_optimizer_step()
+
+    def gradient_norm(self, parameters: Sequence[Tensor] | None = None, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients over all axes, the same number on every rank; every rank calls it.
+
+        Args:
+            parameters: The parameters whose gradients count; all of the module's if ``None``.
+            norm_type: The p of the p-norm, ``inf`` included.
+        """
+        chosen = list(self._module().parameters()) if parameters is None else parameters
+        return global_norm(chosen, self.mesh, norm_type, self._gradient_axes)
+
+    def _gradient_axes(self, parameter: nn.Parameter) -> list[str]:
+        return [axis for applied in self._parallelized for axis in applied.gradient_axes(parameter)]
+
+    @override
+    def on_predict_start(self) -> None:
+        for applied in self._parallelized:
+            self._evaluation.enter_context(applied.evaluation_context(uneven=self._uneven_prediction))
+
+    @override
+    def on_predict_end(self) -> None:
+        self._evaluation.close()
+        self._uneven_prediction = False
+
+    @contextmanager
+    def unsharded(self) -> Generator[None, None, None]:
+        """A context in which the module's parameters are whole on every rank; all ranks enter it together.
+
+        For generation, export or inspection in callbacks: calling the module needs no communication inside.
+        """
+        with ExitStack() as contexts:
+            for applied in self._parallelized:
+                contexts.enter_context(applied.unsharded())
+            yield
+
+    # Communication for Lightning
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not dist.is_initialized():
+            return
+        device = self.root_device
+        dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Reduces over the data ranks (others hold the same), or over `group`; anything but a tensor is returned as it is."""
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        group = self.mesh.data_group if group is None else group
+        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        mean = name in ("mean", "avg") or name == dist.ReduceOp.AVG
+        op = dist.ReduceOp.SUM if mean or name is None else name
+        op = getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op
+        dist.all_reduce(tensor, op=op, group=group)
+        if not mean:
+            return tensor
+        size = dist.get_world_size(group)
+        return tensor.div_(size) if tensor.is_floating_point() else tensor.copy_(tensor / size)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if not dist.is_initialized():
+            return decision
+        flag = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        group = self.mesh.data_group if group is None else group
+        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+    # Checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = gather(self._module().state_dict(), keep=self.is_global_zero)
+        return state
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The module's state as plain CPU tensors on rank 0 (meta tensors elsewhere); every rank calls it."""
+        return self.lightning_module_state_dict()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self._module()
+        module.load_state_dict(place_module_state(checkpoint["state_dict"], module), strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        state: dict[str, Any] = gather(inner.state_dict(), keep=self.is_global_zero)
+        return state
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(place_optimizer_state(state, optimizer))
+
+    # The end
+
+    @override
+    def teardown(self) -> None:
+        self._evaluation.close()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+
+    def _module(self) -> pl.LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError("No LightningModule is connected to this strategy yet.")
+        return self.lightning_module
+
+    def _stage(self) -> RunningStage | None:
+        return self._module().trainer.state.stage
+
+    def __repr__(self) -> str:
+        return f"FiveD({', '.join(map(repr, self.plugins))})"
+
+
+def _called_by(applied: Parallelized, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return applied.call(step, args, kwargs)
+
+
+def _plugin_problems(plugins: Sequence[Any]) -> list[Problem]:
+    problems = [
+        Problem(f"{plugin!r} is not a parallelism.", "Give objects such as ZeRO(stage=1).")
+        for plugin in plugins
+        if not isinstance(plugin, Parallelism)
+    ]
+    axes = [plugin.axis for plugin in plugins if isinstance(plugin, Parallelism)]
+    for axis in dict.fromkeys(axes):
+        if axes.count(axis) > 1:
+            given = ", ".join(repr(p) for p in plugins if isinstance(p, Parallelism) and p.axis == axis)
+            problems.append(Problem(f"The {axis} axis has {axes.count(axis)} plugins: {given}.", "Keep one of them."))
+    return problems
+
+
+def _point_metrics_to(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Torchmetrics add up over the world by default; ranks that hold the same batch must count once."""
+    if dist.get_world_size(group) == dist.get_world_size():
+        return
+    from torchmetrics import Metric
+
+    for child in module.modules():
+        if isinstance(child, Metric) and child.process_group is None:
+            child.process_group = group

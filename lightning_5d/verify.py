@@ -1,0 +1,384 @@
+"""Parity with one process: the same module, the same batches, once in one process and once under a strategy.
+
+The reference is deliberately not `FiveD`: Lightning's single-device strategy takes all microbatches of a step, of all data
+ranks, as one big batch, and runs one backward through their (weighted) mean. What is compared is what training consists of: the
+loss of every step, every gradient, the gradient norm that clipping uses, and every parameter after the last step.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+from typing_extensions import override
+
+from lightning_5d.checkpoint.full_state import gather
+from lightning_5d.loss import weight_of
+from lightning_5d.mesh import DATA_AXES, resolve_sizes
+from lightning_5d.strategy import FiveD
+
+TOLERANCES = {"32-true": 1e-5, "64-true": 1e-10, "bf16-mixed": 2e-2, "bf16-true": 3e-2}
+"""Largest relative difference that counts as equal, by precision string."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared quantity.
+
+    Attributes:
+        quantity: ``"loss"``, ``"gradient"``, ``"gradient norm"`` or ``"parameter"``.
+        where: The step and, for tensors, the name of the worst one.
+        reference: The value in one process (of a tensor: the largest magnitude).
+        difference: The largest difference divided by the reference's largest magnitude.
+        tolerance: What `difference` may be.
+    """
+
+    quantity: str
+    where: str
+    reference: float
+    difference: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the tolerance; NaN is not."""
+        return self.difference <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The result of `verify`.
+
+    Attributes:
+        rows: What was compared, the worst of each kind.
+        ranks: Number of ranks of the strategy's run.
+        steps: Optimizer steps made.
+        description: The strategy, for the heading.
+    """
+
+    rows: tuple[Row, ...]
+    ranks: int
+    steps: int
+    description: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every quantity is within its tolerance."""
+        return all(row.passed for row in self.rows)
+
+    def table(self) -> str:
+        """The rows as text, with the verdict in the last line."""
+        head = ("quantity", "where", "one process", "rel. difference", "tolerance", "")
+        lines = [
+            (
+                r.quantity,
+                r.where,
+                f"{r.reference:.6g}",
+                f"{r.difference:.2e}",
+                f"{r.tolerance:.0e}",
+                "" if r.passed else "FAIL",
+            )
+            for r in self.rows
+        ]
+        widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+        text = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in [head, *lines]
+        ]
+        verdict = "pass" if self.passed else "FAIL"
+        return "\n".join(
+            [*text, f"{verdict}: {self.description} on {self.ranks} ranks against one process, {self.steps} steps"]
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+@dataclass
+class Recording:
+    """What one run did: whole tensors on the CPU, by step."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def verify(
+    module: pl.LightningModule,
+    batches: Sequence[Any],
+    strategy: FiveD | Callable[[], FiveD],
+    *,
+    devices: int = 2,
+    accumulate_grad_batches: int = 1,
+    precision: str = "32-true",
+    gradient_clip_val: float | None = None,
+    accelerator: str = "cpu",
+    tolerance: float | None = None,
+) -> Parity:
+    """Compares a module's training under a strategy with its training in one process.
+
+    The module is copied, so the caller's keeps its weights. Dropout and other random layers draw different numbers in
+    different layouts: set them to 0 for this. Called in an ordinary process it starts the ranks itself; called on every rank
+    of a running group (torchrun, a test's workers) it uses those, and returns the same result on all of them.
+
+    Args:
+        module: Any LightningModule with automatic optimization and one optimizer.
+        batches: Microbatches in global order: step by step, within a step by accumulation index, within that by data
+            rank. As many steps are made as they allow.
+        strategy: What to verify; a function that makes it where the object cannot be shared.
+        devices: Number of ranks.
+        accumulate_grad_batches: Microbatches per rank and optimizer step.
+        precision: Lightning's precision string; the reference runs in it too.
+        gradient_clip_val: Bound of the gradient norm, if any.
+        accelerator: Lightning's accelerator name.
+        tolerance: Largest relative difference that passes; by dtype if ``None`` (`TOLERANCES`).
+
+    Returns:
+        The comparison; ``print(result)`` shows it, ``result.passed`` says it.
+
+    Raises:
+        MisconfigurationException: If there are too few batches for one step, or manual optimization.
+    """
+    made = strategy() if callable(strategy) and not isinstance(strategy, FiveD) else strategy
+    if made.start_method == "popen":
+        made.start_method = "forkserver"  # running the caller's script again would verify again
+    sizes, _ = resolve_sizes(devices, made.plugins)
+    per_step = math.prod(sizes[axis] for axis in DATA_AXES) * accumulate_grad_batches
+    steps = len(batches) // per_step
+    if steps < 1:
+        raise MisconfigurationException(
+            f"{len(batches)} batches are too few: one step takes {per_step // accumulate_grad_batches} data ranks x"
+            f" {accumulate_grad_batches} microbatches = {per_step}."
+        )
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "verify needs automatic optimization: a manual step decides itself what a step is."
+        )
+    batches = batches[: steps * per_step]
+    common = dict(accelerator=accelerator, gradient_clip_val=gradient_clip_val, precision=precision)
+    with tempfile.TemporaryDirectory() as folder:
+        expected = _run_reference(copy.deepcopy(module), batches, per_step, common)
+        found = _run_strategy(
+            copy.deepcopy(module), batches, made, devices, accumulate_grad_batches, common, Path(folder)
+        )
+    limit = TOLERANCES.get(precision, 1e-5) if tolerance is None else tolerance
+    return Parity(tuple(compare(expected, found, limit)), devices, steps, repr(made))
+
+
+def compare(expected: Recording, found: Recording, tolerance: float) -> Iterator[Row]:
+    """The worst row of each kind between two recordings.
+
+    Args:
+        expected: The run in one process.
+        found: The run under the strategy.
+        tolerance: Largest relative difference that passes.
+    """
+    for quantity, one, other in (
+        ("loss", expected.losses, found.losses),
+        ("gradient norm", expected.norms, found.norms),
+    ):
+        rows = [
+            Row(quantity, f"step {i}", a, _relative(torch.tensor(a), torch.tensor(b)), tolerance)
+            for i, (a, b) in enumerate(zip(one, other, strict=True))
+        ]
+        yield _worst(rows)
+    yield _worst(
+        [
+            row
+            for i, (one, other) in enumerate(zip(expected.gradients, found.gradients, strict=True))
+            for row in _tensor_rows("gradient", one, other, tolerance, f" (step {i})")
+        ]
+    )
+    yield _worst(list(_tensor_rows("parameter", expected.parameters, found.parameters, tolerance, "")))
+
+
+def _tensor_rows(
+    quantity: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float, suffix: str
+) -> Iterator[Row]:
+    for name in sorted(set(one) | set(other)):
+        if name not in one or name not in other:
+            # A missing gradient and one of zeros move a parameter alike under plain SGD only; elsewhere it is a difference.
+            present = one.get(name, other.get(name, torch.zeros(())))
+            same = not bool(present.abs().max() > 0)
+            yield Row(quantity, f"{name}{suffix}, missing on one side", 0.0, 0.0 if same else math.inf, tolerance)
+        else:
+            a, b = one[name], other[name]
+            yield Row(quantity, name + suffix, float(a.abs().max()) if a.numel() else 0.0, _relative(a, b), tolerance)
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        return math.inf
+    if not one.numel():
+        return 0.0
+    a, b = one.double(), other.double()
+    # Against the largest element, with a floor where a whole tensor is as good as zero.
+    return float((a - b).abs().max() / a.abs().max().clamp(min=1e-6))
+
+
+def _worst(rows: Sequence[Row]) -> Row:
+    if not rows:
+        raise ValueError("Nothing was recorded: the run made no optimizer step.")
+    return max(rows, key=lambda row: math.inf if math.isnan(row.difference) else row.difference)
+
+
+class _Recorder(Callback):
+    """Writes down losses, gradients before clipping, their norm, and the last parameters."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path, self.recording = path, Recording()
+        self._pending: list[tuple[float, float]] = []
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        strategy = trainer.strategy
+        keep = trainer.is_global_zero
+        grads = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+        norm = (
+            strategy.gradient_norm()
+            if isinstance(strategy, FiveD)
+            else torch.nn.utils.get_total_norm(list(grads.values()))
+        )
+        whole = gather(grads, keep=keep)
+        if keep:
+            self.recording.gradients.append(whole)
+        self.recording.norms.append(float(norm))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = float(outputs["loss"]) * trainer.accumulate_grad_batches  # Lightning has divided it by that
+        weight = float(outputs.get("weight", 1.0))
+        self._pending.append((loss * weight, weight))
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            total = torch.tensor(self._pending, dtype=torch.float64).sum(0)
+            total = trainer.strategy.reduce(total.to(trainer.strategy.root_device), reduce_op="sum")
+            self.recording.losses.append(float(total[0] / total[1]))
+            self._pending.clear()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        whole = gather(dict(pl_module.named_parameters()), keep=trainer.is_global_zero)
+        self.recording.parameters = {name: tensor.detach() for name, tensor in whole.items()}
+        if self.path is not None and trainer.is_global_zero:
+            torch.save(self.recording.__dict__, self.path)
+        trainer.strategy.barrier("verify")
+
+
+class _OneBigBatch(SingleDeviceStrategy):
+    """Takes a list of microbatches as one batch: the step's loss is their (weighted) mean."""
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        microbatches, *rest = args
+        module = self.lightning_module
+        losses, weights = [], []
+        with self.precision_plugin.train_step_context():
+            for microbatch in microbatches:
+                output = module.training_step(microbatch, *rest, **kwargs)  # type: ignore[union-attr]
+                weight = weight_of(output)
+                if weight != 0.0:
+                    losses.append(output["loss"] if isinstance(output, Mapping) else output)
+                    weights.append(1.0 if weight is None else weight)
+        total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+        return total / sum(weights)
+
+
+class _Listed(Dataset[Any]):
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+class _Order(Sampler[int]):
+    def __init__(self, indices: Sequence[int]) -> None:
+        self.indices = indices
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class _Batches(pl.LightningDataModule):
+    """Each data rank's microbatches, in order."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        super().__init__()
+        self._batches = batches
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        place = self.trainer.strategy.distributed_sampler_kwargs  # type: ignore[union-attr]
+        mine = list(range(place["rank"], len(self._batches), place["num_replicas"]))
+        return DataLoader(_Listed(self._batches), batch_size=None, sampler=_Order(mine))
+
+
+def _trainer(common: Mapping[str, Any], **arguments: Any) -> pl.Trainer:
+    return pl.Trainer(
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        **{**common, **arguments},
+    )
+
+
+def _run_reference(
+    module: pl.LightningModule, batches: Sequence[Any], per_step: int, common: Mapping[str, Any]
+) -> Recording:
+    steps = [list(batches[i : i + per_step]) for i in range(0, len(batches), per_step)]
+    recorder = _Recorder()
+    device = torch.device("cpu") if common["accelerator"] == "cpu" else torch.device(common["accelerator"], 0)
+    trainer = _trainer(common, strategy=_OneBigBatch(device), devices=1, callbacks=[recorder])
+    trainer.fit(module, DataLoader(_Listed(steps), batch_size=None))
+    return recorder.recording
+
+
+def _run_strategy(
+    module: pl.LightningModule,
+    batches: Sequence[Any],
+    strategy: FiveD,
+    devices: int,
+    accumulate: int,
+    common: Mapping[str, Any],
+    folder: Path,
+) -> Recording:
+    path = folder / "recording.pt"
+    recorder = _Recorder(path)
+    trainer = _trainer(
+        common, strategy=strategy, devices=devices, accumulate_grad_batches=accumulate, callbacks=[recorder]
+    )
+    trainer.fit(module, datamodule=_Batches(batches))
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        box = [str(path)]
+        torch.distributed.broadcast_object_list(box, 0)
+        path = Path(box[0])
+    recording = Recording(**torch.load(path, weights_only=True))
+    trainer.strategy.barrier("verify")
+    return recording
