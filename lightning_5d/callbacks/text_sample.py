@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from typing_extensions import override
 
 from lightning_5d.data.corpus import Corpus
@@ -53,7 +50,7 @@ class TextSample(L.Callback):
         data = getattr(trainer, "datamodule", None)
         if not isinstance(pl_module, LanguageModel) or not isinstance(data, Corpus):
             return
-        weights = full_state_dict(pl_module)
+        weights = trainer.strategy.lightning_module_state_dict()
         if not trainer.is_global_zero:
             return
         begin = data.encode(self.prompt)
@@ -73,9 +70,3 @@ class TextSample(L.Callback):
         if self.text is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(self.text)
-
-
-def full_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:
-    """All weights, whole, on the CPU of rank 0; every rank has to call it."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return cast(dict[str, Tensor], get_model_state_dict(module, options=options))

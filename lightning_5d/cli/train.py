@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 
 import lightning.pytorch as L
-from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
 from lightning_5d.callbacks import LossPlot, TextSample
+from lightning_5d.cli.build import build
 from lightning_5d.data.corpus import Corpus
 
 
@@ -24,13 +24,13 @@ def train(config: DictConfig) -> float | None:
         The last validation loss, for sweeps that look for the best one; None when nothing was validated.
     """
     L.seed_everything(config.seed, workers=True, verbose=False)
-    data = instantiate(config.data)
+    data = build(config.data)
     if isinstance(data, Corpus):
         data.check()
-    model = instantiate(config.model)
-    trainer: L.Trainer = instantiate(
+    model = build(config.model)
+    trainer: L.Trainer = build(
         config.trainer,
-        callbacks=[callback for callback in instantiate(config.callbacks).values() if callback is not None],
+        callbacks=[callback for callback in build(config.callbacks).values() if callback is not None],
     )
     trainer.fit(model, datamodule=data, ckpt_path=config.ckpt_path)
     if trainer.is_global_zero:
