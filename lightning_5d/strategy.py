@@ -6,12 +6,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
@@ -20,7 +19,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
@@ -30,6 +28,7 @@ from typing_extensions import override
 
 from lightning_5d.batches import check_same_batch, even_loader
 from lightning_5d.checkpoint.full_state import contains_sharded, gather, place_module_state, place_optimizer_state
+from lightning_5d.communication import MeshCommunication, point_metrics_to
 from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.gradients import global_norm, scale_gradients
 from lightning_5d.initialization import materialize, meta_tensors, synchronize_values
@@ -42,16 +41,14 @@ from lightning_5d.precision import PRECISIONS, FiveDPrecision
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import ClusterEnvironment
-    from lightning.fabric.utilities.types import ReduceOp
     from lightning.pytorch.accelerators import Accelerator
 
-T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class FiveD(ParallelStrategy):
+class FiveD(MeshCommunication):
     """Trains an unchanged LightningModule under any mixture of parallelisms.
 
     ```python
@@ -243,6 +240,8 @@ class FiveD(ParallelStrategy):
                 f" devices x num_nodes = {dist.get_world_size()}, or call torch.distributed.destroy_process_group() first."
             )
         device = self.root_device
+        if self.cluster_environment is None:
+            raise RuntimeError("`setup_environment` needs the cluster environment that the Trainer sets.")
         _init_dist_connection(
             self.cluster_environment,
             self.process_group_backend,
@@ -276,7 +275,7 @@ class FiveD(ParallelStrategy):
     def model_to_device(self) -> None:
         if self.model is not None:
             device = self.root_device
-            self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+            self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
     @contextmanager
     @override
@@ -335,7 +334,7 @@ class FiveD(ParallelStrategy):
         if meta_tensors(module):
             materialize(module, self.root_device)
         self._parallelized_module = module
-        _point_metrics_to(module, self.mesh.data_group)
+        point_metrics_to(module, self.mesh.data_group)
 
     def _reset_optimizers(self) -> None:
         self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
@@ -354,7 +353,7 @@ class FiveD(ParallelStrategy):
             applied.begin_microbatch(last=not self._accumulating)
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            output = module.training_step(*args, **kwargs)
+            output: Any = module.training_step(*args, **kwargs)
             self._weight = weight_of(output)
             if self._weight == 0.0:
                 output = {**output, "loss": zero_like_loss(output["loss"])}
@@ -499,54 +498,6 @@ class FiveD(ParallelStrategy):
                 contexts.enter_context(applied.unsharded())
             yield
 
-    # Communication for Lightning
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not dist.is_initialized():
-            return
-        device = self.root_device
-        dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        """Reduces over the data ranks (others hold the same), or over `group`; anything but a tensor is returned as it is."""
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
-            return tensor
-        group = self.mesh.data_group if group is None else group
-        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-        mean = name in ("mean", "avg") or name == dist.ReduceOp.AVG
-        op = dist.ReduceOp.SUM if mean or name is None else name
-        op = getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op
-        dist.all_reduce(tensor, op=op, group=group)
-        if not mean:
-            return tensor
-        size = dist.get_world_size(group)
-        return tensor.div_(size) if tensor.is_floating_point() else tensor.copy_(tensor / size)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not dist.is_initialized():
-            return decision
-        flag = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        group = self.mesh.data_group if group is None else group
-        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
-
     # Checkpoints
 
     @property
@@ -618,14 +569,3 @@ def _plugin_problems(plugins: Sequence[Any]) -> list[Problem]:
             given = ", ".join(repr(p) for p in plugins if isinstance(p, Parallelism) and p.axis == axis)
             problems.append(Problem(f"The {axis} axis has {axes.count(axis)} plugins: {given}.", "Keep one of them."))
     return problems
-
-
-def _point_metrics_to(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Torchmetrics add up over the world by default; ranks that hold the same batch must count once."""
-    if dist.get_world_size(group) == dist.get_world_size():
-        return
-    from torchmetrics import Metric
-
-    for child in module.modules():
-        if isinstance(child, Metric) and child.process_group is None:
-            child.process_group = group

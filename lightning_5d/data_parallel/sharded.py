@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from lightning_5d.data_parallel.engine import ShardOptions, shard
-from lightning_5d.data_parallel.param_group import state_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from typing_extensions import override
 
+from lightning_5d.data_parallel.engine import Engine, ShardedEngine, ShardOptions, shard
+from lightning_5d.data_parallel.param_group import state_of
 from lightning_5d.parallelism import Parallelized
 
 
@@ -47,7 +48,7 @@ class ShardedData(Parallelized):
         args, kwargs = self._enter(args, kwargs)
         self._in_step = True
         try:
-            with _hooks_aside(self._module, self._root):
+            with _hooks_aside(self._module, self._root, self.engine):
                 output = step(*args, **kwargs)
             if self._open:
                 output = self._leave(output)
@@ -105,29 +106,40 @@ class ShardedData(Parallelized):
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._open = True
-        if self._root is None:
+        if self._root is None or not isinstance(self.engine, ShardedEngine):
             return args, kwargs
-        entered: tuple[tuple[Any, ...], dict[str, Any]] = self._root._pre_forward(self._module, args, kwargs)
-        return entered
+        args, kwargs = self._root._pre_forward(self._module, args, kwargs)
+        self.engine._before_forward(self._module, args)
+        return args, kwargs
 
     def _leave(self, output: Any) -> Any:
         self._open = False
-        return output if self._root is None else self._root._post_forward(self._module, (), output)
+        if self._root is None or not isinstance(self.engine, ShardedEngine):
+            return output
+        output = self._root._post_forward(self._module, (), output)
+        self.engine._after_forward(self._module, (), output)
+        return output
 
     def _reshard(self) -> None:
-        for child in self._module.modules():
-            if isinstance(child, FSDPModule):
-                child.reshard()
+        if isinstance(self.engine, ShardedEngine):
+            self.engine._reshard()
 
 
 @contextmanager
-def _hooks_aside(module: nn.Module, state: FSDPState) -> Iterator[None]:
+def _hooks_aside(module: nn.Module, state: FSDPState, engine: Engine) -> Iterator[None]:
     # Checked with torch 2.13: FSDP2 keeps the handles of the two hooks it registers on a module in its state.
-    before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
-    pre, post = module._forward_pre_hooks.pop(before), module._forward_hooks.pop(after)
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle, *getattr(engine, "_handles", ())]
+    ids = {handle.id for handle in handles}
+    before = OrderedDict(module._forward_pre_hooks), OrderedDict(module._forward_hooks)
+    for identifier in ids:
+        module._forward_pre_hooks.pop(identifier, None)
+        module._forward_hooks.pop(identifier, None)
     try:
         yield
     finally:
-        module._forward_pre_hooks[before] = pre
-        module._forward_pre_hooks.move_to_end(before, last=False)
-        module._forward_hooks[after] = post
+        # In place and in their old order, with what the step may have registered behind them.
+        for hooks, old in zip((module._forward_pre_hooks, module._forward_hooks), before, strict=True):
+            added = {key: hook for key, hook in hooks.items() if key not in old}
+            kept = {key: hook for key, hook in old.items() if key in ids or key in hooks}
+            hooks.clear()
+            hooks.update({**kept, **added})

@@ -1,0 +1,320 @@
+"""The pool: starts rank processes when they are first needed, keeps them, replaces those that died."""
+
+import contextlib
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.ranks.call import Call, Report
+from tests.ranks.failure import RankError, describe
+from tests.ranks.worker import HOST
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_RANKS = 16
+START_SECONDS = 60.0
+PEER_GRACE_SECONDS = 1.0
+"""How long the others may still answer after the first failure: their own errors help to understand it."""
+DUMP_SECONDS = 2.0
+TIDY_SECONDS = 15.0
+
+
+@dataclass(eq=False)
+class Worker:
+    """A rank process as its pool sees it."""
+
+    pid: int
+    calls: Connection
+    control: Connection
+    status: int | None = None
+
+
+class RankPool:
+    """Runs functions on fresh worlds of 1 to 16 warm processes.
+
+    Use it as a context manager; tests get it through the `ranks` fixture.
+    """
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+        self._workers: list[Worker] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of the pool."""
+        self._kill(self._workers)
+        self._workers.clear()
+        if self._server is not None and self._requests is not None:
+            self._requests.close()
+            self._server.kill()
+            self._server.wait()
+            self._server = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that are alive, in rank order."""
+        return [worker.pid for worker in self._workers]
+
+    def __call__(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 30.0,
+        backend: str | None = "gloo",
+        env: Mapping[str, str | None] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run `function(rank, *args, **kwargs)` on every rank of a fresh world.
+
+        Args:
+            world_size: number of ranks, 1 to 16.
+            function: a function at the top level of a module.
+            args: passed on; must be picklable.
+            timeout: seconds until the whole set is killed and the stacks of the ranks that hung are shown.
+            backend: of the process group that is ready when `function` starts; None prepares the environment only,
+                as torchrun does, for code that sets up its own (a `Trainer`).
+            env: further environment variables; None removes one.
+            kwargs: passed on; must be picklable.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            RankError: a rank raised, died, left processes behind, or the time limit passed.
+        """
+        if not 1 <= world_size <= MOST_RANKS:
+            raise ValueError(f"a pool runs 1 to {MOST_RANKS} ranks, got {world_size}")
+        payload = pickle.dumps((function, args, kwargs))
+        workers = self._ready(world_size)
+        store = _store()
+        deadline = time.monotonic() + timeout
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        reports = [Report(rank) for rank in range(world_size)]
+        for rank, worker in enumerate(workers):
+            call = Call(
+                rank=rank,
+                world_size=world_size,
+                function=payload,
+                port=store.port,
+                store=str(folder / "store"),
+                backend=backend,
+                seconds=timeout,
+                environment=dict(env or {}),
+                path=list(sys.path),
+                folder=os.getcwd(),
+                log=str(folder / f"{rank}.log"),
+                stacks=str(folder / f"{rank}.stacks"),
+            )
+            # A worker that died since the last call is found by `_wait`.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                worker.calls.send(call)
+        reusable = False
+        try:
+            reason, first = self._wait(workers, reports, folder, deadline, timeout)
+            for report in reports:
+                log = folder / f"{report.rank}.log"
+                report.log = log.read_text(errors="replace") if log.exists() else ""
+            if reason is None:
+                self._tidy(workers, reports)
+                first = next((report for report in reports if report.leftovers), None)
+                reason = None if first is None else f"rank {first.rank} left something behind"
+            if reason is not None:
+                raise _error(reason, first, reports)
+            reusable = True
+        finally:
+            # After a failure, also an interrupt, no process of the set is trusted. A new one costs a fork.
+            if not reusable:
+                self._kill(workers)
+            self._workers = [worker for worker in self._workers if worker.status is None]
+            shutil.rmtree(folder, ignore_errors=True)
+        for report in reports:
+            # pytest shows this when the test fails later on.
+            if report.log:
+                print(f"--- rank {report.rank} printed\n{report.log.rstrip()}")
+        return [pickle.loads(report.outcome.result) for report in reports if report.outcome and report.outcome.result]
+
+    def _wait(
+        self, workers: Sequence[Worker], reports: list[Report], folder: Path, deadline: float, timeout: float
+    ) -> tuple[str | None, Report | None]:
+        failures: list[Report] = []
+        waiting = dict(enumerate(workers))
+        with selectors.DefaultSelector() as selector:
+            assert self._requests is not None
+            selector.register(self._requests, selectors.EVENT_READ)
+            for rank, worker in waiting.items():
+                selector.register(worker.calls, selectors.EVENT_READ, rank)
+            while waiting and time.monotonic() < deadline:
+                for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                    if key.data is None:
+                        self._read_exit()
+                        continue
+                    selector.unregister(key.fileobj)
+                    # At the end of file the rank is waited for until its exit status comes from the server.
+                    with contextlib.suppress(EOFError, ConnectionResetError):
+                        reports[key.data].outcome = waiting[key.data].calls.recv()
+                        del waiting[key.data]
+                        if reports[key.data].failed:
+                            failures.append(reports[key.data])
+                for rank, worker in enumerate(workers):
+                    if worker.status is not None and reports[rank].outcome is None and not reports[rank].failed:
+                        reports[rank].signal_or_code = _ending(worker.status)
+                        failures.append(reports[rank])
+                        waiting.pop(rank, None)
+                if failures:
+                    deadline = min(deadline, time.monotonic() + PEER_GRACE_SECONDS)
+        if waiting:
+            self._dump(waiting, reports, folder)
+        if failures:
+            first = next((report for report in failures if not report.secondary), failures[0])
+            return f"rank {first.rank} of {len(workers)} {first.signal_or_code or 'raised'}", first
+        if waiting:
+            still = ", ".join(map(str, waiting))
+            return f"time limit of {timeout:g} s passed on {len(workers)} ranks; still running: rank {still}", None
+        return None, None
+
+    def _tidy(self, workers: Sequence[Worker], reports: list[Report]) -> None:
+        for worker in workers:
+            with contextlib.suppress(BrokenPipeError):
+                worker.calls.send("tidy")
+        limit = time.monotonic() + TIDY_SECONDS
+        for worker, report in zip(workers, reports, strict=True):
+            report.leftovers = ["work that did not end in time after the call"]
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                if worker.calls.poll(max(0.0, limit - time.monotonic())):
+                    report.leftovers = worker.calls.recv()
+
+    def _dump(self, waiting: Mapping[int, Worker], reports: list[Report], folder: Path) -> None:
+        for worker in waiting.values():
+            with contextlib.suppress(BrokenPipeError):
+                worker.control.send_bytes(b"dump")
+        limit = time.monotonic() + DUMP_SECONDS
+        for rank, worker in waiting.items():
+            with contextlib.suppress(EOFError, OSError):
+                if worker.control.poll(max(0.0, limit - time.monotonic())):
+                    worker.control.recv_bytes()
+            stacks = folder / f"{rank}.stacks"
+            reports[rank].stacks = stacks.read_text() if stacks.exists() else ""
+
+    def _ready(self, count: int) -> list[Worker]:
+        if self._server is None:
+            self._start_server()
+        self._read_exits()
+        self._workers = [worker for worker in self._workers if worker.status is None]
+        while len(self._workers) < count:
+            self._workers.append(self._start_worker())
+        return self._workers[:count]
+
+    def _start_server(self) -> None:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            # What a killed rank printed is in its log, not in its buffer.
+            "PYTHONUNBUFFERED": "1",
+            # TCPStore asks the name server about ::ffff:127.0.0.1; one that does not answer costs 5 s by default.
+            "RES_OPTIONS": "timeout:1 attempts:1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        if sys.platform == "linux":
+            # Otherwise gloo asks for the host's name, which need not resolve.
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        command = [sys.executable, "-m", "tests.ranks.server", str(theirs.fileno()), str(os.getpid())]
+        self._server = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT, start_new_session=True
+        )
+        theirs.close()
+        self._requests = mine
+        mine.settimeout(START_SECONDS)
+
+    def _start_worker(self) -> Worker:
+        assert self._requests is not None
+        calls, their_calls = socket.socketpair()
+        control, their_control = socket.socketpair()
+        socket.send_fds(self._requests, [b"fork"], [their_calls.fileno(), their_control.fileno()])
+        their_calls.close()
+        their_control.close()
+        while True:
+            kind, pid, status = self._read_message()
+            if kind == "started":
+                return Worker(pid, Connection(calls.detach()), Connection(control.detach()))
+            self._note_exit(pid, status)
+
+    def _read_message(self) -> tuple[str, int, int]:
+        assert self._requests is not None
+        message = self._requests.recv(4096)
+        if not message:
+            raise RuntimeError("the process that forks ranks has ended: see its output above")
+        kind, pid, status = pickle.loads(message)
+        return kind, pid, status
+
+    def _read_exit(self) -> None:
+        _, pid, status = self._read_message()
+        self._note_exit(pid, status)
+
+    def _read_exits(self) -> None:
+        assert self._requests is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._requests, selectors.EVENT_READ)
+            while selector.select(0):
+                self._read_exit()
+
+    def _note_exit(self, pid: int, status: int) -> None:
+        for worker in self._workers:
+            if worker.pid == pid:
+                worker.status = status
+
+    def _kill(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            if worker.status is None:
+                # The group: data loading processes go too.
+                for kill in (os.killpg, os.kill):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        kill(worker.pid, signal.SIGKILL)
+            worker.calls.close()
+            worker.control.close()
+        while any(worker.status is None for worker in workers):
+            self._read_exit()
+
+
+def _error(reason: str, first: Report | None, reports: list[Report]) -> RankError:
+    cause = None
+    if first is not None and first.outcome is not None and first.outcome.exception is not None:
+        with contextlib.suppress(Exception):
+            cause = pickle.loads(first.outcome.exception)
+    return RankError(describe(reason, first, reports), None if first is None else first.rank, cause, reports)
+
+
+def _ending(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended its process with exit code {code}"
+
+
+def _store() -> dist.TCPStore:
+    # A socket of our own: reachable from this machine only, and IPv4, so that no name server is asked about clients.
+    listener = socket.create_server((HOST, 0), backlog=2 * MOST_RANKS)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,0 +1,252 @@
+"""What the pool of rank processes promises to every other test."""
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from tests.ranks import RankError, RankPool
+from tests.ranks.pool import ROOT
+
+
+def add_over_ranks(rank: int, scale: float) -> float:
+    value = torch.tensor([scale * rank])
+    dist.all_reduce(value)
+    return value.item()
+
+
+def raise_on(rank: int, guilty: int) -> None:
+    if rank == guilty:
+        raise KeyError("the learning rate")
+    dist.barrier()
+
+
+def kill_self(rank: int, guilty: int) -> None:
+    if rank == guilty:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def wait_for_ever(rank: int, guilty: int) -> None:
+    if rank == guilty:
+        dist.barrier()
+
+
+def return_a_function(rank: int) -> object:
+    return lambda: rank
+
+
+def print_and_raise(rank: int) -> None:
+    print(f"printed by {rank}")
+    os.write(2, f"written by {rank}\n".encode())
+    if rank == 1:
+        raise ValueError("after printing")
+
+
+def disturb(rank: int) -> None:
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir("/")
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(99)
+    torch.set_grad_enabled(False)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    warnings.simplefilter("error")
+
+
+def state_of(rank: int) -> tuple[object, ...]:
+    return (
+        os.environ.get("LEFT_BEHIND"),
+        os.getcwd(),
+        torch.get_default_dtype(),
+        torch.rand(1).item(),
+        random.random(),
+        torch.is_grad_enabled(),
+        signal.getsignal(signal.SIGTERM),
+        list(warnings.filters),
+        os.environ["WORLD_SIZE"],
+        torch.get_num_threads(),
+    )
+
+
+def leave_a_process(rank: int) -> int:
+    return subprocess.Popen(["sleep", "60"]).pid
+
+
+def leave_a_thread(rank: int) -> None:
+    threading.Thread(target=time.sleep, args=(60,), name="forgotten").start()
+
+
+def read_environment(rank: int, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def train_with_ddp(rank: int, folder: str) -> tuple[int, int, float]:
+    trainer = L.Trainer(
+        strategy="ddp",
+        accelerator="cpu",
+        devices=2,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    module = BoringModel()
+    trainer.fit(module)
+    total = sum(parameter.sum().item() for parameter in module.parameters())
+    return trainer.global_rank, trainer.world_size, total
+
+
+def pid(rank: int) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 16])
+def test_every_call_is_a_world_of_its_own_size(ranks: RankPool, world_size: int) -> None:
+    total = 2.0 * sum(range(world_size))
+    assert ranks(world_size, add_over_ranks, 2.0) == [total] * world_size
+
+
+def test_warm_calls_reuse_processes_and_cost_little(ranks: RankPool) -> None:
+    before = ranks(4, pid)
+    start = time.monotonic()
+    for _ in range(5):
+        assert ranks(4, pid) == before
+    assert (time.monotonic() - start) / 5 < 0.3
+
+
+@pytest.mark.parametrize("guilty", [0, 2])
+def test_an_exception_arrives_with_the_traceback_of_its_rank(ranks: RankPool, guilty: int) -> None:
+    with pytest.raises(RankError, match=f"rank {guilty} of 4 raised") as caught:
+        ranks(4, raise_on, guilty)
+    assert caught.value.rank == guilty
+    assert isinstance(caught.value.cause, KeyError)
+    assert "in raise_on\n" in str(caught.value)
+    assert "KeyError: 'the learning rate'" in str(caught.value)
+    assert ranks(4, add_over_ranks, 1.0) == [6.0] * 4
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_the_places_of_the_others(ranks: RankPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 of 3 was killed by SIGKILL") as caught:
+        ranks(3, kill_self, 1)
+    assert time.monotonic() - start < 10
+    assert caught.value.rank == 1
+    assert str(caught.value).count("in kill_self") == 2
+    assert ranks(3, add_over_ranks, 1.0) == [3.0] * 3
+
+
+def test_a_hang_ends_at_the_time_limit_and_shows_where(ranks: RankPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="time limit of 1 s passed on 2 ranks; still running: rank 1") as caught:
+        ranks(2, wait_for_ever, 1, timeout=1)
+    assert time.monotonic() - start < 8
+    assert "in wait_for_ever" in str(caught.value)
+    assert "--- rank 1 was here" in str(caught.value)
+    assert ranks(2, add_over_ranks, 1.0) == [1.0] * 2
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_the_call(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"return_a_function.*lambda"):
+        ranks(2, return_a_function)
+
+
+def test_output_is_shown_with_a_failure(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, print_and_raise)
+    for rank in range(2):
+        assert f"printed by {rank}" in str(caught.value)
+        assert f"written by {rank}" in str(caught.value)
+
+
+def test_output_of_a_good_call_is_printed(ranks: RankPool, capfd: pytest.CaptureFixture[str]) -> None:
+    ranks(1, print_and_raise)
+    assert "printed by 0" in capfd.readouterr().out
+
+
+def test_nothing_a_call_changes_is_seen_by_the_next(ranks: RankPool) -> None:
+    before = ranks(2, state_of)
+    ranks(2, disturb)
+    assert ranks(2, state_of) == before
+
+
+def test_a_process_left_behind_is_reported_and_ended(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"rank 0 left something behind") as caught:
+        ranks(1, leave_a_process)
+    assert "(sleep 60)" in str(caught.value)
+    assert _ended([pickle.loads(caught.value.reports[0].outcome.result)])
+
+
+def test_a_thread_left_behind_is_reported(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="thread 'forgotten'"):
+        ranks(1, leave_a_thread)
+
+
+def test_the_environment_of_a_call_can_be_extended(ranks: RankPool) -> None:
+    assert ranks(2, read_environment, "SPECIAL", env={"SPECIAL": "yes"}) == ["yes"] * 2
+    assert ranks(2, read_environment, "SPECIAL") == [None] * 2
+    assert ranks(2, read_environment, "RANK", env={"RANK": None}) == [None] * 2
+
+
+def test_a_trainer_runs_inside_as_under_torchrun(ranks: RankPool, tmp_path: Path) -> None:
+    for _ in range(2):
+        results = ranks(2, train_with_ddp, str(tmp_path), backend=None)
+        assert [result[:2] for result in results] == [(0, 2), (1, 2)]
+        assert results[0][2] == results[1][2]
+
+
+@pytest.mark.parametrize("world_size", [0, 17])
+def test_other_sizes_are_refused(ranks: RankPool, world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"1 to 16 ranks, got {world_size}"):
+        ranks(world_size, pid)
+
+
+INTERRUPTED = """
+import os, sys
+from tests.ranks import RankPool
+from tests.ranks.test_pool import kill_self, pid
+pool = RankPool()
+print(*pool(3, pid), pool._server.pid, flush=True)
+pool(3, kill_self, 9)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_outlives_the_one_that_owns_the_pool(number: signal.Signals) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert owner.stdout is not None
+    pids = [int(word) for word in owner.stdout.readline().split()]
+    time.sleep(0.5)
+    owner.send_signal(number)
+    assert owner.wait(10) != 0
+    assert len(pids) == 4
+    assert _ended(pids)
+
+
+def _ended(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 5
+    while any(_alive(one) for one in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(_alive(one) for one in pids)
+
+
+def _alive(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
