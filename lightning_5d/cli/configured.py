@@ -71,7 +71,7 @@ def run_name(environ: Mapping[str, str]) -> str:
 
 
 def _agreed_with_torchrun(name: str, environ: Mapping[str, str]) -> str:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     store = TCPStore(
         environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=60)
