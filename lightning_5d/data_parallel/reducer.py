@@ -63,6 +63,10 @@ class GradientReducer:
         self.used: set[int] = set()
         self._number = {param: index for index, param in enumerate(self.params)}
 
+    def covers(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether this reducer was made for exactly these parameters."""
+        return len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
+
     def close(self) -> None:
         """Takes the hooks off the parameters."""
         for handle in self._handles:
