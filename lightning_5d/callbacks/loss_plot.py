@@ -79,7 +79,7 @@ def draw_losses(train: Curve, val: Curve, *, unigram: float | None, unit: str, t
     axes = figure.subplots()
     if train:
         steps, losses = zip(*train, strict=True)
-        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=0.8)
         axes.plot(
             steps, _smooth(losses), color="tab:blue", linewidth=1.6, label="training (smoothed; faint: each step)"
         )
@@ -103,7 +103,7 @@ def draw_losses(train: Curve, val: Curve, *, unigram: float | None, unit: str, t
     return figure
 
 
-def _smooth(values: tuple[float, ...], weight: float = 0.9) -> list[float]:
+def _smooth(values: tuple[float, ...], weight: float = 0.8) -> list[float]:
     """Exponential mean without the bias of its first values."""
     smoothed, mean = [], 0.0
     for number, value in enumerate(values, start=1):
