@@ -52,13 +52,8 @@ class Throughput(L.Callback):
             pl_module.log("tokens_per_second", tokens / seconds, prog_bar=True, rank_zero_only=True)
 
     @override
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop the clock."""
-        self._since = None
-
-    @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start anew with the next batch."""
+        """Leave out the time since the batch before; the clock starts again with the next one."""
         self._since = None
 
     def _tokens(self, batch: Any) -> int:
