@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
 from lightning_5d.callbacks import LossPlot, TextSample
-from lightning_5d.cli.build import build
+from lightning_5d.cli.build import build_run
 from lightning_5d.data.corpus import Corpus
 
 
@@ -22,17 +22,14 @@ def train(config: DictConfig) -> float | None:
 
     Returns:
         The last validation loss, for sweeps that look for the best one; None when nothing was validated.
+
+    Raises:
+        ImpossibleRunError: If the configuration cannot run.
     """
     L.seed_everything(config.seed, workers=True, verbose=False)
-    data = build(config.data)
-    if isinstance(data, Corpus):
-        data.check()
-    model = build(config.model)
-    trainer: L.Trainer = build(
-        config.trainer,
-        callbacks=[callback for callback in build(config.callbacks).values() if callback is not None],
-    )
-    trainer.fit(model, datamodule=data, ckpt_path=config.ckpt_path)
+    run = build_run(config)
+    data, trainer = run.data, run.trainer
+    trainer.fit(run.model, datamodule=data, ckpt_path=config.ckpt_path)
     if trainer.is_global_zero:
         print("\n" + "\n".join(_report(trainer, data, Path(config.output_dir))))
     loss = trainer.callback_metrics.get("val_loss")

@@ -74,8 +74,12 @@ class Corpus(L.LightningDataModule, ABC):
         """The text of token ids; None when this data has no tokenizer at hand."""
         return None
 
-    def problems(self) -> list[str]:
-        """Everything that keeps this data from being used, each with what was given and what would work."""
+    def problems(self, data_ranks: int = 1) -> list[str]:
+        """Everything that keeps this data from being used, each with what was given and what would work.
+
+        Args:
+            data_ranks: How many ranks will share it.
+        """
         problems = [
             f"{name} is {value}; it must be at least {least}."
             for name, value, least in (
@@ -93,16 +97,19 @@ class Corpus(L.LightningDataModule, ABC):
             self._tokens, source_problems = self._read()
             problems += source_problems
         if self._tokens is not None and fraction_is_right and self.sequence_length >= 1:
-            problems += self._too_short(self._tokens)
+            problems += self._too_short(self._tokens) or self._too_few(self._tokens, data_ranks)
         return problems
 
-    def check(self) -> None:
+    def check(self, data_ranks: int = 1) -> None:
         """Raise one error that lists all problems, or return.
+
+        Args:
+            data_ranks: How many ranks will share the data.
 
         Raises:
             ValueError: If there is any problem.
         """
-        problems = self.problems()
+        problems = self.problems(data_ranks)
         if problems:
             listed = "\n".join(f"  - {problem}" for problem in problems)
             raise ValueError(f"Cannot train on {self.source}:\n{listed}")
@@ -110,7 +117,7 @@ class Corpus(L.LightningDataModule, ABC):
     @override
     def setup(self, stage: str) -> None:
         """Read and check the data; every rank does, so that all of them stop together."""
-        self.check()
+        self.check(self._ranks()["num_replicas"])
 
     @property
     def tokens(self) -> tuple[TokenArray, TokenArray]:
@@ -138,10 +145,8 @@ class Corpus(L.LightningDataModule, ABC):
     def _loader(self, windows: TokenWindows, *, train: bool) -> DataLoader[dict[str, Tensor]]:
         # Lightning leaves a DistributedSampler alone. Anything else it replaces or wraps when there are several ranks,
         # and then shuffles it in training, so the order would depend on how many ranks there are.
-        ranks = self._ranks()
-        self._enough_for(windows, ranks["num_replicas"], train=train)
         sampler: DistributedSampler[Any] = DistributedSampler(
-            windows, shuffle=train, seed=self.seed, drop_last=True, **ranks
+            windows, shuffle=train, seed=self.seed, drop_last=True, **self._ranks()
         )
         return DataLoader(windows, self.batch_size, sampler=sampler, drop_last=train, num_workers=self.num_workers)
 
@@ -150,16 +155,24 @@ class Corpus(L.LightningDataModule, ABC):
         kwargs = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         return dict(kwargs) if kwargs else {"num_replicas": 1, "rank": 0}
 
-    def _enough_for(self, windows: TokenWindows, replicas: int, *, train: bool) -> None:
-        name, needed = ("training", self.batch_size * replicas) if train else ("validation", replicas)
-        if len(windows) >= needed:
-            return
-        way_out = f"batch_size {len(windows) // replicas} or " if train and len(windows) >= replicas else ""
-        raise ValueError(
-            f"{self.source} has {len(windows)} {name} windows of {self.sequence_length} tokens, but {replicas} data ranks "
-            f"with batch_size {self.batch_size} need at least {needed}. Use {way_out}fewer ranks, a smaller "
-            f"sequence_length, or more text."
+    def _too_few(self, tokens: TokenArray, data_ranks: int) -> list[str]:
+        train, val = (
+            count_windows(len(part), self.sequence_length) for part in split_by_position(tokens, self.val_fraction)
         )
+        problems = []
+        if train < self.batch_size * data_ranks:
+            smaller = f"batch_size {train // data_ranks}, " if train >= data_ranks else ""
+            problems.append(
+                f"{train} training windows of {self.sequence_length} tokens do not fill one batch of {self.batch_size} "
+                f"on each of {data_ranks} data ranks, which takes {self.batch_size * data_ranks}; use {smaller}fewer "
+                f"ranks, a smaller sequence_length or more text."
+            )
+        if val < data_ranks:
+            problems.append(
+                f"{val} validation windows of {self.sequence_length} tokens are too few for {data_ranks} data ranks; "
+                f"use at most {val} ranks, a higher val_fraction, a smaller sequence_length or more text."
+            )
+        return problems
 
     def _too_short(self, tokens: TokenArray) -> list[str]:
         lengths = [len(part) for part in split_by_position(tokens, self.val_fraction)]

@@ -76,13 +76,35 @@ def test_every_group_option_composes(composed):
             assert composed(f"{folder.name}={option}"), f"{folder.name}={option}"
 
 
-def test_all_problems_of_the_data_come_in_one_error_before_any_process_starts(fived, tmp_path):
+def test_all_problems_of_a_run_come_in_one_error_before_any_process_starts(fived, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"na\xefve")
-    status, output = fived("train", "data=text", "data.path=latin.txt", "data.val_fraction=3", "data.batch_size=0")
+    status, output = fived(
+        "train", "data=text", "data.path=latin.txt", "data.val_fraction=3", "data.batch_size=0",
+        "strategy=hybrid", "trainer.devices=3", "model.decoder.num_heads=7",
+    )  # fmt: skip
     assert status == 1
-    assert "byte 0xef at offset 2" in output
-    assert "val_fraction is 3" in output
-    assert "batch_size is 0" in output
+    for part in (
+        "byte 0xef at offset 2",
+        "val_fraction is 3",
+        "batch_size is 0",
+        "3 ranks cannot be divided by dp_replicate=2",
+        "hidden_size 192 does not give 7 heads",
+        "num_kv_heads 2 does not divide num_heads 7",
+    ):
+        assert part in output
+    assert "Traceback" not in output
+    assert "\\n" not in output
+    assert "Initializing distributed" not in output
+
+
+def test_data_too_small_for_the_ranks_is_refused_before_any_process_starts(fived, tmp_path):
+    (tmp_path / "text.txt").write_text("x" * 300)
+    status, output = fived(
+        "train", "data=text", "data.path=text.txt", "data.sequence_length=10", "data.batch_size=20", "strategy=zero2"
+    )
+    assert status == 1
+    assert "26 training windows" in output
+    assert "2 data ranks, which takes 40; use batch_size 13" in output
     assert "Initializing distributed" not in output
 
 

@@ -90,10 +90,12 @@ def test_lightning_leaves_the_sampler_alone_and_tells_it_the_epoch(tmp_path):
 
 def test_more_ranks_than_the_data_can_feed_are_refused_with_both_numbers(tmp_path):
     with pytest.raises(
-        ValueError, match=r"22 training windows of 4 tokens, but 4 data ranks .*at least 32.*batch_size 5"
+        ValueError, match=r"22 training windows of 4.*batch of 8 on each of 4 data ranks, which takes 32"
     ):
-        corpus(tmp_path, 4, batch_size=8).train_dataloader()
-    with pytest.raises(ValueError, match=r"22 training windows.*64 data ranks.*at least 64.*fewer ranks"):
-        corpus(tmp_path, 64, batch_size=1).train_dataloader()
-    with pytest.raises(ValueError, match=r"5 validation windows.*8 data ranks.*at least 8"):
-        corpus(tmp_path, 8, batch_size=1).val_dataloader()
+        corpus(tmp_path, 4, batch_size=8).setup("fit")
+    assert "use batch_size 5, fewer ranks" in corpus(tmp_path, batch_size=8).problems(data_ranks=4)[0]
+    assert not corpus(tmp_path, batch_size=5).problems(data_ranks=4)
+    training, validation = corpus(tmp_path, batch_size=1).problems(data_ranks=64)
+    assert "22 training windows" in training
+    assert "which takes 64; use fewer ranks" in training
+    assert "5 validation windows of 4 tokens are too few for 64 data ranks; use at most 5 ranks" in validation

@@ -74,7 +74,7 @@ def test_a_text_shorter_than_a_window_is_refused_with_the_length_that_fits(tmp_p
     assert "40 tokens split into 30 for training and 10 for validation" in said
     assert "one window of 16 + 1" in said
     assert "sequence_length of at most 9" in said
-    assert not TextFiles(path, sequence_length=9, val_fraction=0.25).problems()
+    assert not TextFiles(path, sequence_length=9, val_fraction=0.25, batch_size=1).problems()
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.5, 1.5, float("nan")])
