@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,8 @@ def run_worker(path: Path, cwd: Path) -> Any:
 def _run(job: DictConfig) -> Any:
     from lightning_5d.cli.configured import COMMANDS
 
+    # Lightning 2.6.6 asks torch 2.13 in a way that torch will drop; a person who trains can do nothing about it.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     return COMMANDS[job.command](job.config)
 
 

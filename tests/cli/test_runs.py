@@ -87,3 +87,14 @@ def test_verify_compares_the_configured_run_with_one_process(fived):
     status, output = fived("verify", "model=tiny", STRATEGY, timeout=110)
     assert status == 0, output
     assert re.search(r"pass: .*2 ranks against one process, 3 steps", output)
+
+
+def test_a_tokenized_folder_trains_and_is_sampled_as_text(fived, tmp_path):
+    (tmp_path / "books").mkdir()
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / "books" / name).write_text("It was the best of times, it was the worst of times. " * 40)
+    assert fived("tokenize", "books", "books.bin")[0] == 0
+    status, output = fived("train", *TINY, "data=tokens", "data.path=books.bin", "strategy=single")
+    assert status == 0, output
+    assert (only_folder(tmp_path) / "sample.txt").read_text().startswith("The ")
+    assert re.search(r"Validation loss after 4 steps: +[\d.]+ bits per byte", output)
