@@ -124,6 +124,7 @@ class ShardedEngine(Engine):
         self.groups: list[RecordingParamGroup] = [group for state in states for group in adopt(state, exchange)]
         self._last = self._complete = True
         self._depth = 0
+        self._held = False
         for state in states[1:]:
             # A block that is called before the root must not become a root of its own.
             state._lazy_init = self._root._lazy_init
@@ -164,10 +165,18 @@ class ShardedEngine(Engine):
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         self._initialize()
+        self._reshard()
         self._gather()
+        after_forward = [group.post_forward_mesh_info for group in self.groups]
+        for group in self.groups:
+            group.post_forward_mesh_info = None  # a forward in here must neither free nor gather anything
+        self._held = True
         try:
             yield
         finally:
+            self._held = False
+            for group, mesh_info in zip(self.groups, after_forward, strict=True):
+                group.post_forward_mesh_info = mesh_info
             self._reshard()
 
     @override
@@ -260,6 +269,8 @@ class ShardedEngine(Engine):
             group.wait_for_unshard()
 
     def _reshard(self) -> None:
+        if self._held:
+            return
         for group in self.groups:
             group._to_sharded()
         if self._scalars is not None:

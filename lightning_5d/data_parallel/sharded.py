@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from typing_extensions import override
 
-from lightning_5d.data_parallel.engine import Engine, ShardedEngine, ShardOptions, shard
+from lightning_5d.data_parallel.engine import ShardedEngine, ShardOptions, shard
 from lightning_5d.data_parallel.param_group import state_of
 from lightning_5d.parallelism import Parallelized
 
@@ -48,7 +48,7 @@ class ShardedData(Parallelized):
         args, kwargs = self._enter(args, kwargs)
         self._in_step = True
         try:
-            with _hooks_aside(self._module, self._root, self.engine):
+            with _hooks_aside(self._module, self._root):
                 output = step(*args, **kwargs)
             if self._open:
                 output = self._leave(output)
@@ -77,8 +77,9 @@ class ShardedData(Parallelized):
     @override
     def before_optimizer_step(self) -> None:
         if self._in_step:
-            self._reshard()
             self._open = False
+            if isinstance(self.engine, ShardedEngine):
+                self.engine.reshard()
 
     @override
     def after_optimizer_step(self) -> None:
@@ -106,30 +107,20 @@ class ShardedData(Parallelized):
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._open = True
-        if self._root is None or not isinstance(self.engine, ShardedEngine):
+        if self._root is None:
             return args, kwargs
-        args, kwargs = self._root._pre_forward(self._module, args, kwargs)
-        self.engine._before_forward(self._module, args)
-        return args, kwargs
+        entered: tuple[tuple[Any, ...], dict[str, Any]] = self._root._pre_forward(self._module, args, kwargs)
+        return entered
 
     def _leave(self, output: Any) -> Any:
         self._open = False
-        if self._root is None or not isinstance(self.engine, ShardedEngine):
-            return output
-        output = self._root._post_forward(self._module, (), output)
-        self.engine._after_forward(self._module, (), output)
-        return output
-
-    def _reshard(self) -> None:
-        if isinstance(self.engine, ShardedEngine):
-            self.engine._reshard()
+        return output if self._root is None else self._root._post_forward(self._module, (), output)
 
 
 @contextmanager
-def _hooks_aside(module: nn.Module, state: FSDPState, engine: Engine) -> Iterator[None]:
+def _hooks_aside(module: nn.Module, state: FSDPState) -> Iterator[None]:
     # Checked with torch 2.13: FSDP2 keeps the handles of the two hooks it registers on a module in its state.
-    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle, *getattr(engine, "_handles", ())]
-    ids = {handle.id for handle in handles}
+    ids = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
     before = OrderedDict(module._forward_pre_hooks), OrderedDict(module._forward_hooks)
     for identifier in ids:
         module._forward_pre_hooks.pop(identifier, None)

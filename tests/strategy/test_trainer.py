@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import MeanMetric
 
 from tests.modules import TinyLM, Tokens, loader
+from tests.ranks.failure import RankError
 from tests.ranks.pool import RankPool
 from tests.trainers import plain, quiet, whole, zero
 
@@ -353,8 +354,12 @@ def test_optimizers_and_frozen_weights_equal_one_process(ranks: RankPool, kind: 
         assert_close(found, one)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_that_calls_its_closure_several_times_equals_one_process(ranks: RankPool, stage: int) -> None:
+def test_an_optimizer_that_calls_its_closure_several_times_equals_one_process(ranks: RankPool) -> None:
     one = ranks(1, _trained, Closured, None, 1, **TRAINER, env={"WORLD_SIZE": None})[0]
-    for found in ranks(2, _trained, Closured, stage, 2, **TRAINER):
-        assert_close(found, one, 1e-4)
+    for found in ranks(2, _trained, Closured, 0, 2, **TRAINER):
+        torch.testing.assert_close(found, one, rtol=1e-3, atol=1e-5)  # quasi-Newton steps amplify rounding
+
+
+def test_an_optimizer_that_needs_the_whole_gradient_is_refused_where_it_is_sharded(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"LBFGS.*stage=0"):
+        ranks(2, _trained, Closured, 1, 2, **TRAINER)
