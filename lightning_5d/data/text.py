@@ -47,7 +47,7 @@ class ByteCorpus(Corpus):
     @override
     def decode(self, ids: list[int]) -> str:
         """The text of the bytes; what is not UTF-8 becomes the replacement character."""
-        return bytes(i for i in ids if i < BYTES).decode(errors="replace")
+        return text_of_bytes(ids)
 
 
 class TextFiles(ByteCorpus):
@@ -75,6 +75,11 @@ class TextFiles(ByteCorpus):
         files, problems = text_files(self.path, self.pattern)
         contents, unreadable = read_texts(files)
         return contents, problems + unreadable
+
+
+def text_of_bytes(ids: Sequence[int]) -> str:
+    """The text of byte ids; what is not UTF-8 becomes the replacement character, and ids above 255 are left out."""
+    return bytes(i for i in ids if i < BYTES).decode(errors="replace")
 
 
 def text_files(path: Path, pattern: str = "**/*") -> tuple[list[Path], list[str]]:

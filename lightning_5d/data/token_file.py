@@ -62,7 +62,9 @@ def write_token_file(
     try:
         with unfinished.open("wb") as stream:
             for ids in documents:
-                np.asarray(ids, dtype=DTYPES[dtype]).tofile(stream)
+                # Python's numbers are checked on their way into the type, bytes fit any.
+                array = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.asarray(ids, DTYPES[dtype])
+                array.astype(DTYPES[dtype], copy=False).tofile(stream)
                 count += len(ids)
         sidecar = Sidecar(dtype, vocab_size, count, text_bytes, tokenizer)
         sidecar_path(path).write_text(json.dumps(asdict(sidecar), indent=2) + "\n")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_5d.data.text import BYTES, read_texts, text_files
+from lightning_5d.data.text import BYTES, SEPARATOR, read_texts, text_files, text_of_bytes
 from lightning_5d.data.token_file import Sidecar, write_token_file
 
 
@@ -17,14 +17,14 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int:
         """Number of ids."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> Sequence[int]:
         """Ids of one text, without special tokens."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids."""
 
     @property
-    def separator(self) -> list[int]:
+    def separator(self) -> Sequence[int]:
         """Ids put between two documents."""
 
 
@@ -32,15 +32,15 @@ class ByteTokenizer:
     """One id for each byte of UTF-8."""
 
     vocab_size = BYTES
-    separator = list(b"\n\n")
+    separator = SEPARATOR
 
-    def encode(self, text: str) -> list[int]:
-        """The bytes."""
-        return list(text.encode())
+    def encode(self, text: str) -> bytes:
+        """The bytes, which are a sequence of whole numbers as they are."""
+        return text.encode()
 
     def decode(self, ids: list[int]) -> str:
         """The text; what is not UTF-8 becomes the replacement character."""
-        return bytes(i for i in ids if i < BYTES).decode(errors="replace")
+        return text_of_bytes(ids)
 
 
 class HuggingFaceTokenizer:
@@ -136,12 +136,14 @@ def tokenize_files(source: Path, output: Path, tokenizer_name: str, *, overwrite
     if problems or tokenizer is None:
         raise ValueError(f"Cannot tokenize {source}:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
-    def documents(tokenizer: Tokenizer) -> Iterator[list[int]]:
+    def documents(tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
         for number, content in enumerate(contents):
-            yield (tokenizer.separator if number else []) + tokenizer.encode(content.decode())
+            if number:
+                yield tokenizer.separator
+            yield tokenizer.encode(content.decode())
 
     name = "byte" if tokenizer_name == "byte" else str(Path(tokenizer_name).expanduser().absolute())
-    text_bytes = sum(map(len, contents)) + (len(contents) - 1 if contents else 0) * (2 if name == "byte" else 0)
+    text_bytes = sum(map(len, contents)) + (len(SEPARATOR) * (len(contents) - 1) if name == "byte" else 0)
     return write_token_file(
         output, documents(tokenizer), vocab_size=tokenizer.vocab_size, text_bytes=text_bytes, tokenizer=name
     )

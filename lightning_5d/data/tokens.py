@@ -65,7 +65,7 @@ class TokenFile(Corpus):
     def encode(self, text: str) -> list[int] | None:
         """Token ids, when the sidecar names a tokenizer that is here."""
         tokenizer = self._tokenizer_if_here()
-        return tokenizer.encode(text) if tokenizer else None
+        return list(tokenizer.encode(text)) if tokenizer else None
 
     @override
     def decode(self, ids: list[int]) -> str | None:

@@ -110,6 +110,11 @@ def test_an_interrupted_write_leaves_no_token_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_id_that_does_not_fit_the_type_is_refused_and_not_wrapped(tmp_path):
+    with pytest.raises(OverflowError):
+        write_token_file(tmp_path / "a.bin", [[1, 70_000]], vocab_size=9, text_bytes=None, tokenizer=None)
+
+
 def test_tokenizing_bytes_gives_the_text_back(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("naïve " * 5)
