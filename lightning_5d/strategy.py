@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -15,7 +15,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -26,16 +25,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.batches import check_same_batch, even_loader
-from lightning_5d.checkpoint.full_state import contains_sharded, gather, place_module_state, place_optimizer_state
+from lightning_5d.checkpoint.full_state import contains_sharded
+from lightning_5d.checkpoint.lightning_state import WholeCheckpoints
 from lightning_5d.communication import MeshCommunication, point_metrics_to
 from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.gradients import global_norm, scale_gradients
 from lightning_5d.initialization import materialize, meta_tensors, synchronize_values
 from lightning_5d.loss import LossWindow, weight_of, zero_like_loss
 from lightning_5d.mesh import DATA_AXES, ParallelMesh, resolve_sizes
-from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, raise_problems
+from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, plugin_problems, raise_problems
 from lightning_5d.plan import ParallelPlan, find_plan
-from lightning_5d.precision import PRECISIONS, FiveDPrecision
+from lightning_5d.precision import FiveDPrecision, fived_precision
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -50,7 +50,7 @@ _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class FiveD(MeshCommunication):
+class FiveD(WholeCheckpoints, MeshCommunication):
     """Trains an unchanged LightningModule under any mixture of parallelisms.
 
     ```python
@@ -88,7 +88,7 @@ class FiveD(MeshCommunication):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        problems = _plugin_problems(plugins)
+        problems = plugin_problems(plugins)
         if start_method not in _START_METHODS:
             problems.append(
                 Problem(f"start_method={start_method!r} is unknown.", f"Use one of {', '.join(_START_METHODS)}.")
@@ -149,21 +149,8 @@ class FiveD(MeshCommunication):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None and not isinstance(precision_plugin, FiveDPrecision):
-            # Lightning makes its own plugin for strategies it does not know; only the string in it matters here.
-            precision = str(precision_plugin.precision)
-            known = precision in PRECISIONS
-            self._precision_problems = (
-                []
-                if known
-                else [
-                    Problem(
-                        f"precision={precision!r} is not available under FiveD.", f"Use one of {', '.join(PRECISIONS)}."
-                    )
-                ]
-            )
-            precision_plugin = FiveDPrecision(precision if known else "32-true")
-        if isinstance(precision_plugin, FiveDPrecision):
+        if precision_plugin is not None:
+            precision_plugin, self._precision_problems = fived_precision(precision_plugin)
             precision_plugin.attach(self)
         self._precision_plugin = precision_plugin
 
@@ -265,8 +252,7 @@ class FiveD(MeshCommunication):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        stage = self._stage()
-        predicting = stage == RunningStage.PREDICTING
+        predicting = self.connected_module.trainer.state.stage == RunningStage.PREDICTING
         loader, uneven = even_loader(dataloader, self.mesh, self.root_device, predicting=predicting)
         self._uneven_prediction |= predicting and uneven
         return loader
@@ -291,9 +277,7 @@ class FiveD(MeshCommunication):
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        module = self.lightning_module
-        if module is None:
-            raise RuntimeError("`setup` needs a connected LightningModule.")
+        module = self.connected_module
         if self._parallelized_module is not module:
             self._parallelize(module, fitting)
         if fitting:
@@ -350,7 +334,7 @@ class FiveD(MeshCommunication):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
+        module = self.connected_module
         self._weight = None
         for applied in self._parallelized:
             applied.begin_microbatch(last=not self._accumulating)
@@ -367,17 +351,17 @@ class FiveD(MeshCommunication):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._check_agreement(args[0], "validation", *args[1:3])
-        return self._run(self._module().validation_step, self.precision_plugin.val_step_context(), args, kwargs)
+        return self._run(self.connected_module.validation_step, self.precision_plugin.val_step_context(), args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._check_agreement(args[0], "test", *args[1:3])
-        return self._run(self._module().test_step, self.precision_plugin.test_step_context(), args, kwargs)
+        return self._run(self.connected_module.test_step, self.precision_plugin.test_step_context(), args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._check_agreement(args[0], "prediction", *args[1:3])
-        return self._run(self._module().predict_step, self.precision_plugin.predict_step_context(), args, kwargs)
+        return self._run(self.connected_module.predict_step, self.precision_plugin.predict_step_context(), args, kwargs)
 
     def _run(
         self,
@@ -404,7 +388,7 @@ class FiveD(MeshCommunication):
         if self.mesh.replica_group is None:
             return
         if what == "training":
-            epoch = self._module().trainer.current_epoch
+            epoch = self.connected_module.trainer.current_epoch
             if self._agreed == (what, epoch):
                 return
             self._agreed = (what, epoch)
@@ -423,7 +407,7 @@ class FiveD(MeshCommunication):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module, precision = self._module(), self.precision_plugin
+        module, precision = self.connected_module, self.precision_plugin
         self.pre_backward(closure_loss)
         loss = precision.pre_backward(closure_loss, module)
         if module.automatic_optimization:
@@ -440,7 +424,7 @@ class FiveD(MeshCommunication):
 
     def finalize_gradients(self, optimizer: Any) -> None:
         """Makes gradients final: called once per optimizer step, before hooks, clipping and the step."""
-        module = self._module()
+        module = self.connected_module
         if module.automatic_optimization:
             planned = module.trainer.accumulate_grad_batches
             factor = self._window.correction(planned, self.mesh.data_group, self.root_device)
@@ -474,7 +458,7 @@ class FiveD(MeshCommunication):
             parameters: The parameters whose gradients count; all of the module's if ``None``.
             norm_type: The p of the p-norm, ``inf`` included.
         """
-        chosen = list(self._module().parameters()) if parameters is None else parameters
+        chosen = list(self.connected_module.parameters()) if parameters is None else parameters
         return global_norm(chosen, self.mesh, norm_type, self._gradient_axes)
 
     def _gradient_axes(self, parameter: nn.Parameter) -> list[str]:
@@ -501,38 +485,6 @@ class FiveD(MeshCommunication):
                 contexts.enter_context(applied.unsharded())
             yield
 
-    # Checkpoints
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = gather(self._module().state_dict(), keep=self.is_global_zero)
-        return state
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The module's state as plain CPU tensors on rank 0 (meta tensors elsewhere); every rank calls it."""
-        return self.lightning_module_state_dict()
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self._module()
-        module.load_state_dict(place_module_state(checkpoint["state_dict"], module), strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state: dict[str, Any] = gather(inner.state_dict(), keep=self.is_global_zero)
-        return state
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(place_optimizer_state(state, optimizer))
-
     # The end
 
     @override
@@ -546,31 +498,9 @@ class FiveD(MeshCommunication):
         if self._ranks is not None:
             self._ranks.finish()
 
-    def _module(self) -> pl.LightningModule:
-        if self.lightning_module is None:
-            raise RuntimeError("No LightningModule is connected to this strategy yet.")
-        return self.lightning_module
-
-    def _stage(self) -> RunningStage | None:
-        return self._module().trainer.state.stage
-
     def __repr__(self) -> str:
         return f"FiveD({', '.join(map(repr, self.plugins))})"
 
 
 def _called_by(applied: Parallelized, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return applied.call(step, args, kwargs)
-
-
-def _plugin_problems(plugins: Sequence[Any]) -> list[Problem]:
-    problems = [
-        Problem(f"{plugin!r} is not a parallelism.", "Give objects such as ZeRO(stage=1).")
-        for plugin in plugins
-        if not isinstance(plugin, Parallelism)
-    ]
-    axes = [plugin.axis for plugin in plugins if isinstance(plugin, Parallelism)]
-    for axis in dict.fromkeys(axes):
-        if axes.count(axis) > 1:
-            given = ", ".join(repr(p) for p in plugins if isinstance(p, Parallelism) and p.axis == axis)
-            problems.append(Problem(f"The {axis} axis has {axes.count(axis)} plugins: {given}.", "Keep one of them."))
-    return problems

@@ -168,7 +168,7 @@ def verify(
             "verify needs automatic optimization: a manual step decides itself what a step is."
         )
     batches = batches[: steps * per_step]
-    common = dict(accelerator=accelerator, gradient_clip_val=gradient_clip_val, precision=precision)
+    common = {"accelerator": accelerator, "gradient_clip_val": gradient_clip_val, "precision": precision}
     with tempfile.TemporaryDirectory() as folder:
         expected = _run_reference(copy.deepcopy(module), batches, per_step, common)
         found = _run_strategy(

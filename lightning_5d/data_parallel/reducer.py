@@ -126,9 +126,7 @@ class GradientReducer:
         used = set(flags[: len(self.params)].nonzero().flatten().tolist())
         again = flags[len(self.params) :].tolist()
         for bucket in self._buckets:
-            bucket.wanted = {
-                position for position, param in enumerate(bucket.params) if self._number[param] in used
-            }
+            bucket.wanted = {position for position, param in enumerate(bucket.params) if self._number[param] in used}
             if again[bucket.index] and bucket.all_reduce is not None:
                 bucket.discard = True  # it lacks what a later backward added
                 _complete([bucket])
