@@ -100,8 +100,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if environment.creates_processes_externally:
             return self._join(environment, world_size, job)
         key = ("script", _hydra_job(), self.num_nodes)
-        if job is not None and job.children:
-            if job.key == key:
+        if job is not None:
+            if job.children and job.key == key:
                 return _still_there(job, world_size)
             jobs.forget()
         return self._start(environment, world_size, key)
