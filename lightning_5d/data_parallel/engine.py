@@ -13,12 +13,14 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_5d.data_parallel.blocks import Blocks, cut
 from lightning_5d.data_parallel.param_group import Exchange, RecordingParamGroup, adopt, state_of
 from lightning_5d.data_parallel.reducer import GradientReducer
+from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
 from lightning_5d.data_parallel.transports import open_transport
@@ -83,8 +85,11 @@ class ReplicatedEngine(Engine):
 
     @override
     def begin(self, last: bool = True) -> None:
-        if self._reducer is None:  # not earlier, so that parameters may still be replaced or frozen after shard()
-            self._reducer = GradientReducer(list(self.module.parameters()), self._transport, self.traffic)
+        trainable = [param for param in self.module.parameters() if param.requires_grad]
+        if self._reducer is None or not self._reducer.covers(trainable):  # also after freezing and unfreezing
+            if self._reducer is not None:
+                self._reducer.close()
+            self._reducer = GradientReducer(trainable, self._transport, self.traffic)
         self._reducer.synchronize = last
 
     @override
@@ -110,27 +115,32 @@ class ShardedEngine(Engine):
         states: Sequence[Any],
         meshes: Sequence[DeviceMesh],
         exchange: Exchange | None,
+        scalars: ScalarParams | None,
     ) -> None:
         super().__init__(module, options)
-        self._states, self._meshes, self._exchange = states, meshes, exchange
+        self._states, self._meshes, self._exchange, self._scalars = states, meshes, exchange, scalars
         if exchange is not None:
             self.traffic = exchange.traffic
         self._root = states[0]
         self.groups: list[RecordingParamGroup] = [group for state in states for group in adopt(state, exchange)]
-        self._last = True
+        self._last = self._complete = True
+        self._depth = 0
+        self._held = False
         for state in states[1:]:
             # A block that is called before the root must not become a root of its own.
             state._lazy_init = self._root._lazy_init
-        self._handles = [
-            module.register_forward_pre_hook(self._before_forward),
-            module.register_forward_hook(self._after_forward, always_call=True),
-        ]
+        self._wrap_root_hooks()
+        self._handles = []
+        for owner in self._root_owners():
+            self._handles.append(owner.register_forward_pre_hook(self._before_outside_call))
 
     @override
     def begin(self, last: bool = True) -> None:
         self._initialize()
         stage = self.options.stage
-        self._last = last
+        if self._complete:
+            self._reshard()  # a forward without backward may have left parameters that are stale by now
+        self._last, self._complete, self._depth = last, False, 0
         for group in self.groups:
             group.reduce_grads = last or stage >= 2
             group.reshard_after_backward = last or stage == 3
@@ -149,16 +159,25 @@ class ShardedEngine(Engine):
             self._exchange.pending.finish()
         for group, used_somewhere in zip(self.groups, used, strict=True):
             group.forget_unused(used_somewhere)
-        self._reshard()
+        self.reshard()
+        self._complete = True
 
     @override
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         self._initialize()
+        self._reshard()
         self._gather()
+        after_forward = [group.post_forward_mesh_info for group in self.groups]
+        for group in self.groups:
+            group.post_forward_mesh_info = None  # a forward in here must neither free nor gather anything
+        self._held = True
         try:
             yield
         finally:
+            self._held = False
+            for group, mesh_info in zip(self.groups, after_forward, strict=True):
+                group.post_forward_mesh_info = mesh_info
             self._reshard()
 
     @override
@@ -174,29 +193,95 @@ class ShardedEngine(Engine):
     def _initialize(self) -> None:
         self._root._lazy_init()
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self._exchange is not None:
+    def reshard(self) -> None:
+        """Frees full parameters now, and forgets a forward that was not finished."""
+        self._depth = 0
+        self._reshard()
+
+    def mirror_requires_grad(self) -> None:
+        """Gives full parameters that exist the `requires_grad` of their sharded ones, outside the usual gather."""
+        for group in self.groups:
+            group.mirror_requires_grad()
+
+    def _wrap_root_hooks(self) -> None:
+        # Both as hooks of the root and when called directly, around something else than the root's forward.
+        root, module = self._root, self.module
+        enter, leave = root._pre_forward, root._post_forward
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._before_forward()
+            return enter(module, args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            output = leave(module, args, output)
+            self._after_forward()
+            return output
+
+        root._pre_forward, root._post_forward = before, after
+        module._forward_pre_hooks[root._pre_forward_hook_handle.id] = before
+        module._forward_hooks[root._post_forward_hook_handle.id] = after
+
+    def _before_forward(self) -> None:
+        self._depth += 1
+        outermost = self._depth == 1  # the root may call itself, as `self(x)` in a step does
+        self._initialize()
+        if outermost and self._complete:
+            self._reshard()  # outside a window anything may have changed the sharded parameters
+        if outermost and self._exchange is not None:
             self._exchange.begin_forward()
+        if self._scalars is not None:
+            self._scalars.to_plain()
         if self.options.stage < 3:
             # All at once and in one order, whatever this rank's forward will use.
             self._gather()
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth:
+            return
         if self._exchange is not None:
             self._exchange.finish_forward()
         if not torch.is_grad_enabled():
             # Nothing will need the full parameters again, and they would be stale after the next optimizer step.
             self._reshard()
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _before_outside_call(self, module: nn.Module, args: Any) -> None:
+        # A submodule called on its own, outside the root's forward: gather what the root would have gathered.
+        if self._root._training_state == TrainingState.IDLE:
+            self._initialize()
+            if self._scalars is not None:
+                self._scalars.to_plain()
+            for group in self._root._fsdp_param_groups:
+                group.unshard()
+                group.wait_for_unshard()
+
+    def _root_owners(self) -> list[nn.Module]:
+        """The modules, other than the root, that hold parameters of the root's group."""
+        owners: dict[int, nn.Module] = {}
+        for group in self._root._fsdp_param_groups:
+            for param in group.fsdp_params:
+                for owner in (param._module_info.module, *param._module_info.shared_modules):
+                    owners[id(owner)] = owner
+        owners.pop(id(self.module), None)
+        return list(owners.values())
+
     def _gather(self) -> None:
+        if self._scalars is not None:
+            self._scalars.to_plain()
         for group in self.groups:
             group.unshard()
         for group in self.groups:
             group.wait_for_unshard()
 
     def _reshard(self) -> None:
+        if self._held:
+            return
         for group in self.groups:
-            group._to_sharded()
+            group.discard_arrival()  # gathered ahead, before what is about to change
+            group._to_sharded()  # type: ignore[no-untyped-call]
+        if self._scalars is not None:
+            self._scalars.to_sharded()
 
     def _agree_on_use(self) -> list[set[int]]:
         """Which parameters of each group any rank used; also joins reductions that only other ranks have started."""
@@ -204,6 +289,8 @@ class ShardedEngine(Engine):
         for group in self.groups:
             flags += [int(index in group.used) for index in range(len(group.fsdp_params))]
             flags.append(group.reductions)
+        if self._scalars is not None:
+            flags += [int(is_used) for is_used in self._scalars.used()]
         agreed = torch.tensor(flags, dtype=torch.int32, device=self._root._device)
         for mesh in self._meshes:
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=mesh.get_group())
@@ -212,6 +299,8 @@ class ShardedEngine(Engine):
         for group in self.groups:
             used.append({index for index in range(len(group.fsdp_params)) if next(values)})
             group.join_reductions(next(values))
+        if self._scalars is not None:
+            self._scalars.reduce([bool(value) for value in values], self._meshes)
         return used
 
 
@@ -269,11 +358,13 @@ def _shard_with_fsdp2(
         if options.offload != "none":
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=not gloo)
         shard_axis, replicate_axis = _roles(mesh, axes)
+    scalars = [param for param in module.parameters() if param.ndim == 0]
     for block in cuts.modules:
-        apply(block, **settings, ignored_params=cuts.left_to_root)
+        apply(block, **settings, ignored_params=cuts.left_to_root | set(scalars))
     if options.stage != 0:
         settings["reshard_after_forward"] = False
-    apply(module, **settings)
+    apply(module, **settings, ignored_params=set(scalars))
+    scalar_params = ScalarParams(module, scalars, settings["mesh"]) if scalars else None
     exchange = None
     if gloo:
         exchange = Exchange(
@@ -284,7 +375,7 @@ def _shard_with_fsdp2(
         )
     order = {id(inner): position for position, inner in enumerate(module.modules())}
     states = [state_of(module)] + [state_of(b) for b in sorted(cuts.modules, key=lambda block: order[id(block)])]
-    return ShardedEngine(module, options, states, axes, exchange)
+    return ShardedEngine(module, options, states, axes, exchange, scalar_params)
 
 
 def _axes(mesh: DeviceMesh) -> list[DeviceMesh]:

@@ -17,7 +17,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from typing_extensions import override
 
+from lightning_5d.data_parallel.buffers import BufferPool
 from lightning_5d.data_parallel.reduction import GradientReduction, PendingReductions
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Arrival, Transport
@@ -34,6 +36,7 @@ class Exchange:
     replicate: Transport | None
     traffic: Traffic
     pending: PendingReductions = field(default_factory=PendingReductions)
+    results: BufferPool = field(default_factory=BufferPool)
     keep_unsharded: bool = False
     groups: list[ExchangingParamGroup] = field(default_factory=list)
     forward_reach: int = 0
@@ -67,7 +70,7 @@ class Exchange:
             self.groups[self.backward_reach].unshard()
 
 
-class RecordingParamGroup(FSDPParamGroup):  # type: ignore[misc]
+class RecordingParamGroup(FSDPParamGroup):
     """An FSDP2 parameter group that remembers which parameters took part in the present accumulation window.
 
     Never constructed: :func:`adopt` turns groups that ``fully_shard`` has made into this class.
@@ -77,6 +80,7 @@ class RecordingParamGroup(FSDPParamGroup):  # type: ignore[misc]
     fresh: set[int]
     reductions: int
 
+    @override
     def post_backward(self, *unused: Any) -> None:
         self.record()
         super().post_backward(*unused)
@@ -92,6 +96,17 @@ class RecordingParamGroup(FSDPParamGroup):  # type: ignore[misc]
     def join_reductions(self, count: int) -> None:
         """Takes part, with zeros, in reductions that other ranks have started and this one has not."""
         self.reductions = 0
+
+    def mirror_requires_grad(self) -> None:
+        """Gives full parameters that exist the `requires_grad` of their sharded ones."""
+        for param in self.fsdp_params:
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+
+    def discard_arrival(self) -> None:
+        """Drops a gather under way that nothing will use."""
+        if self._all_gather_result is not None:
+            self.wait_for_unshard()
 
     def has_gradients(self) -> bool:
         """Whether a backward left gradients that have not been reduced."""
@@ -112,11 +127,8 @@ class ExchangingParamGroup(RecordingParamGroup):
     index: int
     _arrival: Arrival | None
 
-    @property
-    def tag(self) -> int:
-        return self.index
-
     # Initialization #
+    @override
     def _init_mp_dtypes(self) -> None:
         # Unlike the base class this allows parameters of several dtypes: they are reduced one dtype at a time.
         for param in self.fsdp_params:
@@ -124,6 +136,7 @@ class ExchangingParamGroup(RecordingParamGroup):
         self._orig_dtype = self._reduce_dtype = None
 
     # Gathering #
+    @override
     def unshard(self, async_op: bool = False) -> None:
         if self.exchange.shard is None:
             super().unshard(False)
@@ -136,11 +149,12 @@ class ExchangingParamGroup(RecordingParamGroup):
             inputs = [param.all_gather_inputs[0] for param in self.fsdp_params]
             buffer = self.exchange.shard.allocate(_flat_size(inputs), torch.uint8)
             torch._foreach_copy_(list(_views(buffer, inputs)), inputs)
-            self._arrival = self.exchange.shard.share(buffer, 2 * self.tag)
+            self._arrival = self.exchange.shard.share(buffer, 2 * self.index)
         self.exchange.traffic.add(
             "all_gather", sum(shard.numel() * shard.itemsize for shard in inputs) * self.exchange.shard.size
         )
 
+    @override
     def wait_for_unshard(self) -> None:
         if self.exchange.shard is None:
             super().wait_for_unshard()
@@ -156,28 +170,31 @@ class ExchangingParamGroup(RecordingParamGroup):
                 param.init_all_gather_outputs([shard.numel()], [shard.dtype], ranks, self.device)
                 param.alloc_all_gather_outputs()
                 targets.append(param.all_gather_outputs[0].view(ranks, -1))
-            with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
+            with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):  # type: ignore[attr-defined]
                 for rank, part in enumerate(parts):
                     torch._foreach_copy_([target[rank] for target in targets], list(_views(part, inputs)))
             self._drop_arrival()
             for param in self.fsdp_params:
-                param.init_unsharded_param()
-        self._to_unsharded()
+                param.init_unsharded_param()  # type: ignore[no-untyped-call]
+        self._to_unsharded()  # type: ignore[no-untyped-call]
 
+    @override
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        result = super().pre_forward(module, args, kwargs)
         self.exchange.reach_forward(self.index)
-        return result
+        return super().pre_forward(module, args, kwargs)
 
-    def _backward_prefetch(self) -> None:
-        if self._post_forward_indices:
-            self._post_forward_indices.pop()
-        self.exchange.reach_backward(self.index)
+    @override
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        if self._training_state != TrainingState.PRE_BACKWARD:
+            self.exchange.reach_backward(self.index)
+        super().pre_backward(False)
 
+    @override
     def finalize_backward(self) -> None:
         self.discard_arrival()
-        super().finalize_backward()
+        super().finalize_backward()  # type: ignore[no-untyped-call]
 
+    @override
     def _reset_iter_state(self) -> None:
         self.discard_arrival()
         super()._reset_iter_state()
@@ -194,6 +211,7 @@ class ExchangingParamGroup(RecordingParamGroup):
             self._arrival = None
 
     # Reducing #
+    @override
     def post_backward(self, *unused: Any) -> None:
         self.record()
         self._training_state = TrainingState.POST_BACKWARD
@@ -213,6 +231,7 @@ class ExchangingParamGroup(RecordingParamGroup):
             if any(grad is not None for grad in grads):
                 self.reduce(grads)
 
+    @override
     def join_reductions(self, count: int) -> None:
         while self.reductions < count:
             self.record()
@@ -223,7 +242,7 @@ class ExchangingParamGroup(RecordingParamGroup):
         """Starts reducing one gradient for each parameter (None: not used here, counts as zero)."""
         self.reductions += 1
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-        for index, (param, grad) in enumerate(zip(self.fsdp_params, grads, strict=True)):
+        for index, param in enumerate(self.fsdp_params):
             if not param.sharded_param.requires_grad:
                 continue
             compute_dtype = param.param_dtype or param.orig_dtype
@@ -258,9 +277,9 @@ class ExchangingParamGroup(RecordingParamGroup):
         if exchange.replicate is not None:
             exchange.traffic.add("all_reduce", numel // ranks * reduce_dtype.itemsize)
         # A group with parameters of several dtypes makes several reductions; a few tags are set aside for them.
-        tag = self.tag * 8 + position
+        tag = self.index * 8 + position
         reduction = GradientReduction(
-            buffer, exchange.shard, exchange.replicate, 2 * tag + 1, self._divide_by(), deliver
+            buffer, exchange.shard, exchange.replicate, 2 * tag + 1, self._divide_by(), deliver, exchange.results
         )
         exchange.pending.add(
             reduction, can_poll=all(t.can_poll for t in (exchange.shard, exchange.replicate) if t is not None)
@@ -279,7 +298,8 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
     States must be adopted in the order of their forward, the root first. Groups whose tensors bring their own gather
     (``fsdp_pre_all_gather``, as in float8 training) keep FSDP2's collectives.
     """
-    for group in state._fsdp_param_groups:
+    groups: list[Any] = state._fsdp_param_groups
+    for group in groups:
         own_gather = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
         group.used, group.fresh, group.reductions = set(), set(), 0
         if exchange is None or own_gather:
@@ -294,7 +314,7 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
             for param in group.fsdp_params:
                 # Stages 0 to 2 hold all parameters all along; keeping the memory spares fresh pages every step.
                 param.free_unsharded_param = _keep
-    return list(state._fsdp_param_groups)
+    return list(groups)
 
 
 def state_of(module: nn.Module) -> FSDPState:
@@ -342,7 +362,7 @@ def _deliver(params: Sequence[FSDPParam], result: torch.Tensor, shard_numels: Se
         if param.offload_to_cpu:
             grad = grad.to("cpu")
         if param.sharded_param.grad is not None:
-            param.sharded_param.grad._local_tensor += grad
+            param.sharded_param.grad._local_tensor += grad  # type: ignore[attr-defined]
         else:
             param.sharded_param.grad = param.to_sharded_dtensor(grad)
         for hook in (getattr(param.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_5d.data_parallel.reduction import AllReduce
 from lightning_5d.data_parallel.traffic import Traffic
-from lightning_5d.data_parallel.transport import Transport
+from lightning_5d.data_parallel.transport import Transport, sum_in_rank_order
 
 
 class _Bucket:
@@ -17,24 +18,31 @@ class _Bucket:
         self.index, self.params = index, list(params)
         self.wanted: list[nn.Parameter] = []
         self.all_reduce: AllReduce | None = None
-        self.out: torch.Tensor | None = None
         self.reset()
 
     def reset(self) -> None:
         self.missing = set(range(len(self.params)))
-        self.again = False
-        self.all_reduce = self.out = None
+        self.again = self.discard = False
+        self.wanted: set[int] = set()
+        self.all_reduce = None
 
-    def hand_out(self) -> None:
+    def deliver(self, parts: Sequence[torch.Tensor], divide_by: float) -> None:
+        """Writes the means into the gradients of the wanted parameters."""
+        if self.discard:
+            return
         offset = 0
-        for param in self.params:
-            if self.out is not None and any(param is other for other in self.wanted):
-                mean = self.out[offset : offset + param.numel()].view_as(param)
+        for position, param in enumerate(self.params):
+            numel = _local(param).numel()
+            if position in self.wanted:
+                pieces = [part[offset : offset + numel] for part in parts]
+                grad = _local(param.grad) if param.grad is not None else torch.empty_like(_local(param))
+                flat = grad.view(-1) if grad.is_contiguous() else torch.empty_like(pieces[0])
+                sum_in_rank_order(pieces, flat, divide_by)
+                if not grad.is_contiguous():
+                    grad.copy_(flat.view_as(grad))
                 if param.grad is None:
-                    param.grad = mean
-                else:
-                    param.grad.copy_(mean)
-            offset += param.numel()
+                    param.grad = grad
+            offset += numel
 
 
 class GradientReducer:
@@ -58,10 +66,17 @@ class GradientReducer:
         self._place = {
             param: (bucket, position) for bucket in self._buckets for position, param in enumerate(bucket.params)
         }
-        self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in self.params]
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for param in self.params
+        ]
         self.synchronize = True
         self.used: set[int] = set()
         self._number = {param: index for index, param in enumerate(self.params)}
+
+    def covers(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether this reducer was made for exactly these parameters."""
+        return len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
@@ -81,22 +96,21 @@ class GradientReducer:
             self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
-        numel = sum(param.numel() for param in bucket.params)
+        numel = sum(_local(param).numel() for param in bucket.params)
         padded = -(-numel // self._transport.size) * self._transport.size
         dtype = bucket.params[0].dtype
         buffer = self._transport.allocate(padded, dtype)
         offset = 0
         for param in bucket.params:
-            target = buffer[offset : offset + param.numel()]
+            target = buffer[offset : offset + _local(param).numel()]
             if param.grad is None:
                 target.zero_()
             else:
-                target.copy_(param.grad.reshape(-1))
-            offset += param.numel()
+                target.view_as(grad := _local(param.grad)).copy_(grad)
+            offset += _local(param).numel()
         if padded > numel:
             buffer[numel:].zero_()
-        bucket.out = torch.empty(padded, dtype=dtype)
-        bucket.all_reduce = AllReduce(self._transport, buffer, bucket.out, bucket.index, self._transport.size)
+        bucket.all_reduce = AllReduce(self._transport, buffer, bucket.index, self._transport.size, bucket.deliver)
         self._traffic.add("all_reduce", padded * dtype.itemsize)
 
     def finish(self) -> None:
@@ -112,16 +126,15 @@ class GradientReducer:
         used = set(flags[: len(self.params)].nonzero().flatten().tolist())
         again = flags[len(self.params) :].tolist()
         for bucket in self._buckets:
-            bucket.wanted = [param for param in bucket.params if self._number[param] in used]
+            bucket.wanted = {position for position, param in enumerate(bucket.params) if self._number[param] in used}
             if again[bucket.index] and bucket.all_reduce is not None:
-                _complete([bucket])  # its result lacks what a later backward added; throw it away
-                bucket.all_reduce = None
+                bucket.discard = True  # it lacks what a later backward added
+                _complete([bucket])
+                bucket.discard, bucket.all_reduce = False, None
             if bucket.wanted and bucket.all_reduce is None:
                 self._start(bucket)
         _complete(self._buckets)
         for bucket in self._buckets:
-            if bucket.all_reduce is not None:
-                bucket.hand_out()
             bucket.reset()
         self.used.clear()
 
@@ -145,3 +158,7 @@ def _fill_buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bu
     for members in filling.values():
         buckets.append(_Bucket(len(buckets), members))
     return buckets
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from lightning_5d.data_parallel.buffers import BufferPool
 from lightning_5d.data_parallel.transport import Arrival, Transport, sum_in_rank_order
 
 
 class AllReduce:
-    """Sums one flat buffer over the ranks of a transport, divided by ``divide_by``, into ``out``.
+    """Sums one flat buffer over the ranks of a transport, divided by ``divide_by``.
 
     Two ranks exchange whole buffers (one message each way). More of them scatter, add and share, which keeps the
     traffic of each rank at two buffers whatever their number.
+
+    Args:
+        transport: Connects the ranks.
+        buffer: What this rank adds; made by the transport's ``allocate``, its size divisible by the ranks.
+        tag: Keeps this sum apart from others that are under way.
+        divide_by: The number of ranks, for a mean.
+        deliver: Receives the flat addends (already added up, then there is one) and what their sum is to be divided by.
+            It must read them before it returns.
     """
 
     def __init__(
-        self, transport: Transport, buffer: torch.Tensor, out: torch.Tensor, tag: int, divide_by: float
+        self,
+        transport: Transport,
+        buffer: torch.Tensor,
+        tag: int,
+        divide_by: float,
+        deliver: Callable[[Sequence[torch.Tensor], float], None],
     ) -> None:
-        self._transport, self._buffer, self._out = transport, buffer, out
+        self._transport, self._buffer, self._deliver = transport, buffer, deliver
         self._tag, self._divide_by = tag, divide_by
         self._whole = transport.size == 2
         start = transport.share if self._whole else transport.scatter
@@ -35,22 +49,21 @@ class AllReduce:
                 return False
             parts = self._arrival.wait()
             if self._whole:
-                sum_in_rank_order(parts, self._out, self._divide_by)
-                self._arrival.release()
-                self._arrival = None
-                return True
-            mine = self._transport.allocate(parts[0].numel(), parts[0].dtype)
-            sum_in_rank_order(parts, mine, self._divide_by)
+                self._deliver(parts, self._divide_by)
+            else:
+                mine = self._transport.allocate(parts[0].numel(), parts[0].dtype)
+                sum_in_rank_order(parts, mine, self._divide_by)
+                self._second = self._transport.share(mine, 2 * self._tag + 1)
             self._arrival.release()
             self._arrival = None
-            self._second = self._transport.share(mine, 2 * self._tag + 1)
-            return False
+            return self._whole
         if self._second is None:
             return True
         if not (block or self._second.ready()):
             return False
-        for target, part in zip(self._out.chunk(self._transport.size), self._second.wait(), strict=True):
+        for target, part in zip(self._buffer.chunk(self._transport.size), self._second.wait(), strict=True):
             target.copy_(part)
+        self._deliver([self._buffer], 1.0)
         self._second.release()
         self._second = None
         return True
@@ -71,7 +84,9 @@ class GradientReduction:
         tag: int,
         divide_by: float,
         deliver: Callable[[torch.Tensor], None],
+        results: BufferPool,
     ) -> None:
+        self._results = results
         self._shard, self._replicate = shard, replicate
         self._tag, self._divide_by, self._deliver = tag, divide_by, deliver
         self._arrival: Arrival | None = None
@@ -90,8 +105,8 @@ class GradientReduction:
                 return False
             parts = self._arrival.wait()
             last = self._replicate is None
-            make = torch.empty_like if self._replicate is None else self._like
-            out = make(parts[0])
+            make = self._results.take if self._replicate is None else self._replicate.allocate
+            out = make(parts[0].numel(), parts[0].dtype)
             sum_in_rank_order(parts, out, self._divide_by if last else 1.0)
             self._arrival.release()
             self._arrival = None
@@ -110,17 +125,16 @@ class GradientReduction:
             self._result = None
         return self._done
 
-    def _like(self, part: torch.Tensor) -> torch.Tensor:
-        if self._replicate is None:
-            return torch.empty_like(part)
-        return self._replicate.allocate(part.numel(), part.dtype)
-
     def _start_all_reduce(self, buffer: torch.Tensor) -> None:
         if self._replicate is None:
             self._result = buffer
             return
-        self._result = torch.empty_like(buffer)
-        self._all_reduce = AllReduce(self._replicate, buffer, self._result, self._tag, self._divide_by)
+        self._result = self._results.take(buffer.numel(), buffer.dtype)
+        self._all_reduce = AllReduce(self._replicate, buffer, self._tag, self._divide_by, self._take)
+
+    def _take(self, parts: Sequence[torch.Tensor], divide_by: float) -> None:
+        if self._result is not None:
+            sum_in_rank_order(parts, self._result, divide_by)
 
 
 class PendingReductions:
@@ -131,9 +145,10 @@ class PendingReductions:
     ranks that take different branches start them in different orders and must not wait for each other here.
     """
 
-    def __init__(self, in_flight: int = 3, patience_s: float = 1.0) -> None:
+    def __init__(self, in_flight: int = 3, patience_s: float = 0.2) -> None:
         self._queue: deque[GradientReduction] = deque()
         self._in_flight, self._patience_s = in_flight, patience_s
+        self._patient = True
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -145,12 +160,14 @@ class PendingReductions:
             return
         self._progress()
         give_up = time.monotonic() + self._patience_s
-        while len(self._queue) > self._in_flight and time.monotonic() < give_up:
+        while self._patient and len(self._queue) > self._in_flight:
             time.sleep(5e-5)
             self._progress()
+            self._patient = time.monotonic() < give_up
 
     def finish(self) -> None:
         """Blocks until all are delivered."""
+        self._patient = True
         # Phase by phase for all, so that every rank has started a phase before anyone waits for it.
         while self._queue:
             done = [reduction.advance(block=True) for reduction in self._queue]

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+import torch
 import torch.distributed as dist
 
 from lightning_5d.data_parallel.point_to_point import PointToPoint
+from lightning_5d.data_parallel.shared_memory import SharedMemory
 from lightning_5d.data_parallel.transport import Transport
 
 
 def open_transport(group: dist.ProcessGroup, shared_memory: bool = True) -> Transport:
     """Opens the fastest transport that works between all ranks of ``group``. All of them must call it."""
+    if shared_memory and (transport := SharedMemory.connect(group, _timeout_s(group))) is not None:
+        return transport
     return PointToPoint(group)
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    # torch has no public way to ask for a group's timeout (checked with 2.13).
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return timeout.total_seconds()

@@ -91,13 +91,13 @@ class ZeRO(Parallelism):
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> Parallelized:
         """Wraps the plan's blocks and the rest of the module for this stage."""
         from lightning_5d.data_parallel.engine import ShardOptions
-
         from lightning_5d.data_parallel.sharded import ShardedData
 
         blocks = [module.get_submodule(name) for name in plan.block_names(module)]
-        offload = "none" if self.offload == "none" else "optimizer+parameters"
         # FiveD has made values equal by now, over all axes.
-        options = ShardOptions(stage=self.stage, offload=offload, synchronize=False)
+        options = ShardOptions(
+            stage=self.stage, offload="none" if self.offload == "none" else "optimizer+parameters", synchronize=False
+        )
         return ShardedData(module, blocks, mesh.submesh(*DATA_AXES), options)
 
 
