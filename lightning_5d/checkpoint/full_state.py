@@ -84,14 +84,15 @@ def place_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dic
     for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         parameters.update(zip(saved_group["params"], group["params"], strict=True))
     placed = {
-        index: {key: _place_entry(value, parameters[index]) for key, value in entries.items()}
+        index: {key: _place_entry(key, value, parameters[index]) for key, value in entries.items()}
         for index, entries in state["state"].items()
     }
     return {**state, "state": placed}
 
 
-def _place_entry(value: Any, parameter: Tensor) -> Any:
-    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+def _place_entry(key: str, value: Any, parameter: Tensor) -> Any:
+    # A scalar parameter's moments have the shape of a step count, which torch's optimizers always call "step".
+    if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
         return place_like(value, parameter)
     return value
 
