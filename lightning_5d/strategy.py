@@ -36,6 +36,7 @@ from lightning_5d.mesh import DATA_AXES, ParallelMesh, resolve_sizes
 from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, plugin_problems, raise_problems
 from lightning_5d.plan import ParallelPlan, find_plan
 from lightning_5d.precision import FiveDPrecision, fived_precision
+from lightning_5d.random_streams import step_stream
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -373,6 +374,8 @@ class FiveD(WholeCheckpoints, MeshCommunication):
         """One call of a user's step, inside the contexts and calls of all axes (the first plugin outermost)."""
         with ExitStack() as contexts:
             contexts.enter_context(precision)
+            trainer = self.connected_module.trainer
+            contexts.enter_context(step_stream(trainer, self.mesh, self.root_device, args[1:]))
             for applied in self._parallelized:
                 contexts.enter_context(applied.step_context())
             batch, *rest = args or (None,)
