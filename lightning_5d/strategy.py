@@ -31,7 +31,7 @@ from lightning_5d.communication import MeshCommunication, point_metrics_to
 from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.gradients import global_norm, scale_gradients
 from lightning_5d.initialization import materialize, meta_tensors, synchronize_values
-from lightning_5d.loss import LossWindow, weight_of, zero_like_loss
+from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_loss
 from lightning_5d.mesh import DATA_AXES, ParallelMesh, resolve_sizes
 from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, plugin_problems, raise_problems
 from lightning_5d.plan import ParallelPlan, find_plan
@@ -342,6 +342,8 @@ class FiveD(WholeCheckpoints, MeshCommunication):
 
         def step(*args: Any, **kwargs: Any) -> Any:
             output: Any = module.training_step(*args, **kwargs)
+            if module.automatic_optimization:
+                check_returned(output, self.global_rank, self.world_size)
             self._weight = weight_of(output)
             if self._weight == 0.0:
                 output = {**output, "loss": zero_like_loss(output["loss"])}
@@ -429,8 +431,8 @@ class FiveD(WholeCheckpoints, MeshCommunication):
         """Makes gradients final: called once per optimizer step, before hooks, clipping and the step."""
         module = self.connected_module
         if module.automatic_optimization:
-            planned = module.trainer.accumulate_grad_batches
-            factor = self._window.correction(planned, self.mesh.data_group, self.root_device)
+            planned, batches = module.trainer.accumulate_grad_batches, module.trainer.num_training_batches
+            factor = self._window.correction(planned, self.mesh.data_group, self.root_device, batches)
             if factor != 1.0:
                 scale_gradients(module.parameters(), factor)
         for applied in self._parallelized:
