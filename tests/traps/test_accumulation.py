@@ -13,13 +13,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.modules import Line
 from tests.ranks.pool import RankPool
-from tests.traps.replicas import STAGES, TRAINER
 from tests.trainers import quiet, zero
+from tests.traps.replicas import STAGES, TRAINER
 
 ALONE = {**TRAINER, "env": {"WORLD_SIZE": None}}
 
 
-def in_order(trainer: L.Trainer, rows: Sequence[Tensor], per_batch: int = 1, repeat: bool = False) -> DataLoader[Tensor]:
+def in_order(
+    trainer: L.Trainer, rows: Sequence[Tensor], per_batch: int = 1, repeat: bool = False
+) -> DataLoader[Tensor]:
     """Batch k of data rank r is the rows from (k * ranks + r) * per_batch on; with `repeat` each row is on all ranks."""
     # Lightning shuffles where it puts in a training sampler of its own.
     place = getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
@@ -143,7 +145,7 @@ def _masked(rank: int, stage: int | None, ranks: int, valid: list[int], accumula
     trainer = quiet(**arguments) if stage is None else zero(stage, ranks, **arguments)
     module = Masked()
     trainer.fit(module, Microbatches(valid, per))
-    return {"gradients": module.gradients, "weights": {k: v for k, v in _whole(module).items()}}
+    return {"gradients": module.gradients, "weights": _whole(module)}
 
 
 def _whole(module: nn.Module) -> dict[str, Tensor]:

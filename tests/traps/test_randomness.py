@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from tests.modules import TinyLM, loader
 from tests.ranks.pool import RankPool
-from tests.traps.replicas import STAGES, TRAINER, replicated
 from tests.trainers import whole, zero
+from tests.traps.replicas import STAGES, TRAINER, replicated
 
 
 class OwnSeed(TinyLM):

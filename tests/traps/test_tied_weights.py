@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_5d.checkpoint.full_state import element_count
 from tests.modules import TinyLM, loader
 from tests.ranks.pool import RankPool
-from tests.traps.replicas import STAGES, TRAINER
 from tests.trainers import whole, zero
+from tests.traps.replicas import STAGES, TRAINER
 
 
 class Tied(TinyLM):
@@ -108,7 +107,7 @@ def _resumed(rank: int, stage: int, ranks: int, folder: str, part: str) -> dict[
     return {"weights": whole(module), "state": state, "shared": module.head.weight is module.embed.weight}
 
 
-def Same(ranks: int) -> Any:  # noqa: N802
+def Same(ranks: int) -> Any:
     from torch.utils.data import DataLoader
 
     from tests.modules import Tokens
@@ -118,7 +117,8 @@ def Same(ranks: int) -> Any:  # noqa: N802
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [((0, 2), (0, 2)), ((1, 2), (1, 2)), ((2, 2), (2, 2)), ((3, 2), (3, 2)), ((3, 2), (1, 3)), ((0, 3), (3, 2))]
+    ("first", "second"),
+    [((0, 2), (0, 2)), ((1, 2), (1, 2)), ((2, 2), (2, 2)), ((3, 2), (3, 2)), ((3, 2), (1, 3)), ((0, 3), (3, 2))],
 )
 def test_35_a_tied_model_resumes_with_its_moments(
     ranks: RankPool, tmp_path: Path, first: tuple[int, int], second: tuple[int, int]
@@ -133,5 +133,3 @@ def test_35_a_tied_model_resumes_with_its_moments(
         assert found["shared"]
         torch.testing.assert_close(found["weights"], straight["weights"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(resumed[0]["state"], straight["state"], rtol=1e-5, atol=1e-6)
-
-
