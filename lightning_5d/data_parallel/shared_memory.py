@@ -43,7 +43,8 @@ def _drop_sockets_after_fork() -> None:
         transport.drop_sockets()
 
 
-os.register_at_fork(after_in_child=_drop_sockets_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_sockets_after_fork)
 
 
 class _Block(Buffer):
@@ -209,7 +210,14 @@ class SharedMemory(Transport):
         return _Reading(self, buffer, tag, number, scattered)
 
     def _new_block(self, size: int) -> _Block:
-        block = _Block(len(self._blocks), size)
+        try:
+            block = _Block(len(self._blocks), size)
+        except OSError as error:
+            held = sum(block.nbytes for block in self._blocks)
+            raise MemoryError(
+                f"No room for {size} more bytes of shared memory; this rank holds {held} already ({error}). "
+                "Smaller blocks or a higher ZeRO stage need less."
+            ) from error
         self._blocks.append(block)
         for peer in self.peers:
             self.send(peer, _MESSAGE.pack(_BLOCK, 0, 0, block.number, size), block.fd)
