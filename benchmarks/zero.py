@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 import traceback
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,8 @@ def run_rank(rank: int, port: int, size_name: str, name: str, steps: int, result
             for tokens, targets in batches:
                 step(tokens, targets)
                 tick()
-        took = [b - a for a, b in zip(wall, wall[1:], strict=False)][WARM_UP:]
-        used = [b - a for a, b in zip(processor, processor[1:], strict=False)][WARM_UP:]
+        took = [b - a for a, b in pairwise(wall)][WARM_UP:]
+        used = [b - a for a, b in pairwise(processor)][WARM_UP:]
         results.put((rank, statistics.median(took), statistics.mean(used), _peak_private_mib()))
     except BaseException:
         results.put((rank, traceback.format_exc()))

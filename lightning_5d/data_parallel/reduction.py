@@ -23,8 +23,8 @@ class AllReduce:
         buffer: What this rank adds; made by the transport's ``allocate``, its size divisible by the ranks.
         tag: Keeps this sum apart from others that are under way.
         divide_by: The number of ranks, for a mean.
-        deliver: Receives the flat addends (already added up, then there is one) and what their sum is to be divided by.
-            It must read them before it returns.
+        deliver: Receives the flat addends (already added up, then there is one), what their sum is to be divided by, and
+            this rank's own addend. It must read them before it returns.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class AllReduce:
         buffer: torch.Tensor,
         tag: int,
         divide_by: float,
-        deliver: Callable[[Sequence[torch.Tensor], float], None],
+        deliver: Callable[[Sequence[torch.Tensor], float, torch.Tensor], None],
     ) -> None:
         self._transport, self._buffer, self._deliver = transport, buffer, deliver
         self._tag, self._divide_by = tag, divide_by
@@ -49,7 +49,7 @@ class AllReduce:
                 return False
             parts = self._arrival.wait()
             if self._whole:
-                self._deliver(parts, self._divide_by)
+                self._deliver(parts, self._divide_by, self._buffer)
             else:
                 mine = self._transport.allocate(parts[0].numel(), parts[0].dtype)
                 sum_in_rank_order(parts, mine, self._divide_by)
@@ -61,9 +61,8 @@ class AllReduce:
             return True
         if not (block or self._second.ready()):
             return False
-        for target, part in zip(self._buffer.chunk(self._transport.size), self._second.wait(), strict=True):
-            target.copy_(part)
-        self._deliver([self._buffer], 1.0)
+        total = torch.cat(list(self._second.wait()))
+        self._deliver([total], 1.0, self._buffer)
         self._second.release()
         self._second = None
         return True
@@ -132,7 +131,7 @@ class GradientReduction:
         self._result = self._results.take(buffer.numel(), buffer.dtype)
         self._all_reduce = AllReduce(self._replicate, buffer, self._tag, self._divide_by, self._take)
 
-    def _take(self, parts: Sequence[torch.Tensor], divide_by: float) -> None:
+    def _take(self, parts: Sequence[torch.Tensor], divide_by: float, own: torch.Tensor) -> None:
         if self._result is not None:
             sum_in_rank_order(parts, self._result, divide_by)
 

@@ -21,7 +21,9 @@ def _assert_close(got, right, tolerance: float = 1e-5) -> None:
         if value is None:
             assert got[name] is None, name
         else:
-            torch.testing.assert_close(got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def _two_backwards(rank: int, stage: int) -> dict[str, torch.Tensor | None]:
