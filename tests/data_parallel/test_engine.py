@@ -193,7 +193,7 @@ def _mixed(rank: int, stage: int, size: int, reduce_dtype: torch.dtype) -> dict[
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     engine = mesh_engine(module, size, 1, ShardOptions(stage=stage, mp_policy=policy))
     seen = []
-    module.blocks[1].register_forward_hook(lambda m, i, o: seen.append((o.dtype, m.up.weight.dtype)))
+    module.blocks[1].up.register_forward_hook(lambda m, i, o: seen.append((o.dtype, m.weight.dtype)))
     for microbatch in range(2):
         engine.begin(last=microbatch == 1)
         (module.loss(inputs(0, microbatch, rank), rank) / 2).backward()
