@@ -54,8 +54,9 @@ def synchronize_values(module: nn.Module, group: dist.ProcessGroup | None = None
             tensors.append(tensor.detach())
     # Checked with torch 2.13: the coalesced broadcast that DDP uses; it groups by dtype and writes in place.
     source = dist.get_global_rank(group, 0) if group is not None else 0
-    if tensors:
-        dist._broadcast_coalesced(group or dist.group.WORLD, tensors, _BROADCAST_BUCKET_BYTES, source)  # type: ignore[attr-defined]
+    everyone = dist.group.WORLD if group is None else group
+    if tensors and everyone is not None:
+        dist._broadcast_coalesced(everyone, tensors, _BROADCAST_BUCKET_BYTES, source)
 
 
 def materialize(module: nn.Module, device: torch.device, seed: int | None = None) -> None:

@@ -113,4 +113,4 @@ class LossWindow:
         self._reference = weight_total / count_total or reference
         if not weight_total:
             return 0.0
-        return dist.get_world_size(group) * planned * reference / weight_total
+        return float(dist.get_world_size(group) * planned * reference / weight_total)

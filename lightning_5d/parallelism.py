@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from lightning_5d.mesh import ParallelMesh
@@ -133,6 +133,10 @@ class Parallelized:
         """Mesh axes over which parts of this parameter's gradient lie that its own placement does not tell."""
         return ()
 
+    def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
+        """What is wrong with the user's optimizers for parameters as this axis has placed them."""
+        return []
+
     def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
         """A context around a whole evaluation loop.
 
@@ -150,6 +154,21 @@ class Parallelized:
         """Releases what the axis holds outside the module (buffers, groups)."""
 
 
+def plugin_problems(plugins: Sequence[Any]) -> list[Problem]:
+    """What is wrong with a set of plugins whatever the run is: strangers among them, two of one axis."""
+    problems = [
+        Problem(f"{plugin!r} is not a parallelism.", "Give objects such as ZeRO(stage=1).")
+        for plugin in plugins
+        if not isinstance(plugin, Parallelism)
+    ]
+    axes = [plugin.axis for plugin in plugins if isinstance(plugin, Parallelism)]
+    for axis in dict.fromkeys(axes):
+        if axes.count(axis) > 1:
+            given = ", ".join(repr(p) for p in plugins if isinstance(p, Parallelism) and p.axis == axis)
+            problems.append(Problem(f"The {axis} axis has {axes.count(axis)} plugins: {given}.", "Keep one of them."))
+    return problems
+
+
 def raise_problems(problems: Sequence[Problem]) -> None:
     """Raises one error that lists every problem.
 
@@ -165,8 +184,3 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
     head = "One setting does not work:" if len(problems) == 1 else f"{len(problems)} settings do not work:"
     raise MisconfigurationException("\n".join([head, *(f"  {i}. {p}" for i, p in enumerate(problems, 1))]))
-
-
-def describe_device(device: torch.device) -> str:
-    """``cpu`` or ``cuda:3``, as a person writes it."""
-    return device.type if device.index is None else f"{device.type}:{device.index}"

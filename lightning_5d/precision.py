@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.gradients import clip_by_norm, clip_by_value
+from lightning_5d.parallelism import Problem
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -112,6 +113,20 @@ class FiveDPrecision(Precision):
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_value(self.main_params(optimizer), float(clip_val))
+
+
+def fived_precision(plugin: Precision) -> tuple[FiveDPrecision, list[Problem]]:
+    """The plugin of the same precision for `FiveD`, and what is wrong with that precision.
+
+    Lightning makes a plugin of its own for strategies it does not know; only the string in it matters here.
+    """
+    if isinstance(plugin, FiveDPrecision):
+        return plugin, []
+    precision = str(plugin.precision)
+    if precision in PRECISIONS:
+        return FiveDPrecision(precision), []
+    what = f"precision={precision!r} is not available under FiveD."
+    return FiveDPrecision(), [Problem(what, f"Use one of {', '.join(PRECISIONS)}.")]
 
 
 @contextmanager

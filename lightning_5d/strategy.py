@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
-    _init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
@@ -29,29 +25,32 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.batches import check_same_batch, even_loader
-from lightning_5d.checkpoint.full_state import contains_sharded, gather, place_module_state, place_optimizer_state
+from lightning_5d.checkpoint.full_state import contains_sharded
+from lightning_5d.checkpoint.lightning_state import WholeCheckpoints
+from lightning_5d.communication import MeshCommunication, point_metrics_to
 from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.gradients import global_norm, scale_gradients
 from lightning_5d.initialization import materialize, meta_tensors, synchronize_values
 from lightning_5d.loss import LossWindow, weight_of, zero_like_loss
 from lightning_5d.mesh import DATA_AXES, ParallelMesh, resolve_sizes
-from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, raise_problems
+from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, plugin_problems, raise_problems
 from lightning_5d.plan import ParallelPlan, find_plan
-from lightning_5d.precision import PRECISIONS, FiveDPrecision
+from lightning_5d.precision import FiveDPrecision, fived_precision
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import ClusterEnvironment
-    from lightning.fabric.utilities.types import ReduceOp
     from lightning.pytorch.accelerators import Accelerator
 
-T = TypeVar("T")
+    from lightning_5d.launch.in_process import InProcessLauncher
+    from lightning_5d.launch.script import ScriptLauncher
+
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class FiveD(ParallelStrategy):
+class FiveD(WholeCheckpoints, MeshCommunication):
     """Trains an unchanged LightningModule under any mixture of parallelisms.
 
     ```python
@@ -89,7 +88,7 @@ class FiveD(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        problems = _plugin_problems(plugins)
+        problems = plugin_problems(plugins)
         if start_method not in _START_METHODS:
             problems.append(
                 Problem(f"start_method={start_method!r} is unknown.", f"Use one of {', '.join(_START_METHODS)}.")
@@ -114,6 +113,7 @@ class FiveD(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._start_method: StartMethod = start_method
         self._plan = plan
+        self._ranks: ScriptLauncher | InProcessLauncher | None = None
         self._mesh: ParallelMesh | None = None
         self._parallelized: list[Parallelized] = []
         self._parallelized_module: nn.Module | None = None
@@ -149,21 +149,8 @@ class FiveD(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None and not isinstance(precision_plugin, FiveDPrecision):
-            # Lightning makes its own plugin for strategies it does not know; only the string in it matters here.
-            precision = str(precision_plugin.precision)
-            known = precision in PRECISIONS
-            self._precision_problems = (
-                []
-                if known
-                else [
-                    Problem(
-                        f"precision={precision!r} is not available under FiveD.", f"Use one of {', '.join(PRECISIONS)}."
-                    )
-                ]
-            )
-            precision_plugin = FiveDPrecision(precision if known else "32-true")
-        if isinstance(precision_plugin, FiveDPrecision):
+        if precision_plugin is not None:
+            precision_plugin, self._precision_problems = fived_precision(precision_plugin)
             precision_plugin.attach(self)
         self._precision_plugin = precision_plugin
 
@@ -176,7 +163,7 @@ class FiveD(ParallelStrategy):
             problems += plugin.validate(context)
         raise_problems(problems + self._precision_problems)
         self._configured = True
-        self._launcher = launcher_for(self, self._start_method)
+        self._launcher = self._ranks = launcher_for(self, self._start_method)
 
     def _run_context(self, module: nn.Module | None = None) -> tuple[RunContext, list[Problem]]:
         world = self.num_nodes * self.num_processes
@@ -243,8 +230,9 @@ class FiveD(ParallelStrategy):
                 f" devices x num_nodes = {dist.get_world_size()}, or call torch.distributed.destroy_process_group() first."
             )
         device = self.root_device
-        _init_dist_connection(
-            self.cluster_environment,
+        if self._ranks is None:
+            raise RuntimeError("`setup_environment` needs a Trainer, which configures the launcher.")
+        self._ranks.connect(
             self.process_group_backend,
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
@@ -264,8 +252,7 @@ class FiveD(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        stage = self._stage()
-        predicting = stage == RunningStage.PREDICTING
+        predicting = self.connected_module.trainer.state.stage == RunningStage.PREDICTING
         loader, uneven = even_loader(dataloader, self.mesh, self.root_device, predicting=predicting)
         self._uneven_prediction |= predicting and uneven
         return loader
@@ -276,7 +263,7 @@ class FiveD(ParallelStrategy):
     def model_to_device(self) -> None:
         if self.model is not None:
             device = self.root_device
-            self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+            self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
     @contextmanager
     @override
@@ -290,14 +277,13 @@ class FiveD(ParallelStrategy):
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        module = self.lightning_module
-        if module is None:
-            raise RuntimeError("`setup` needs a connected LightningModule.")
+        module = self.connected_module
         if self._parallelized_module is not module:
             self._parallelize(module, fitting)
         if fitting:
             self._reset_optimizers()
             self.setup_optimizers(trainer)
+            raise_problems([p for applied in self._parallelized for p in applied.optimizer_problems(self.optimizers)])
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -335,7 +321,7 @@ class FiveD(ParallelStrategy):
         if meta_tensors(module):
             materialize(module, self.root_device)
         self._parallelized_module = module
-        _point_metrics_to(module, self.mesh.data_group)
+        point_metrics_to(module, self.mesh.data_group)
 
     def _reset_optimizers(self) -> None:
         self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
@@ -348,13 +334,13 @@ class FiveD(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
+        module = self.connected_module
         self._weight = None
         for applied in self._parallelized:
             applied.begin_microbatch(last=not self._accumulating)
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            output = module.training_step(*args, **kwargs)
+            output: Any = module.training_step(*args, **kwargs)
             self._weight = weight_of(output)
             if self._weight == 0.0:
                 output = {**output, "loss": zero_like_loss(output["loss"])}
@@ -365,17 +351,17 @@ class FiveD(ParallelStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._check_agreement(args[0], "validation", *args[1:3])
-        return self._run(self._module().validation_step, self.precision_plugin.val_step_context(), args, kwargs)
+        return self._run(self.connected_module.validation_step, self.precision_plugin.val_step_context(), args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._check_agreement(args[0], "test", *args[1:3])
-        return self._run(self._module().test_step, self.precision_plugin.test_step_context(), args, kwargs)
+        return self._run(self.connected_module.test_step, self.precision_plugin.test_step_context(), args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._check_agreement(args[0], "prediction", *args[1:3])
-        return self._run(self._module().predict_step, self.precision_plugin.predict_step_context(), args, kwargs)
+        return self._run(self.connected_module.predict_step, self.precision_plugin.predict_step_context(), args, kwargs)
 
     def _run(
         self,
@@ -402,7 +388,7 @@ class FiveD(ParallelStrategy):
         if self.mesh.replica_group is None:
             return
         if what == "training":
-            epoch = self._module().trainer.current_epoch
+            epoch = self.connected_module.trainer.current_epoch
             if self._agreed == (what, epoch):
                 return
             self._agreed = (what, epoch)
@@ -421,7 +407,7 @@ class FiveD(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module, precision = self._module(), self.precision_plugin
+        module, precision = self.connected_module, self.precision_plugin
         self.pre_backward(closure_loss)
         loss = precision.pre_backward(closure_loss, module)
         if module.automatic_optimization:
@@ -438,7 +424,7 @@ class FiveD(ParallelStrategy):
 
     def finalize_gradients(self, optimizer: Any) -> None:
         """Makes gradients final: called once per optimizer step, before hooks, clipping and the step."""
-        module = self._module()
+        module = self.connected_module
         if module.automatic_optimization:
             planned = module.trainer.accumulate_grad_batches
             factor = self._window.correction(planned, self.mesh.data_group, self.root_device)
@@ -472,7 +458,7 @@ class FiveD(ParallelStrategy):
             parameters: The parameters whose gradients count; all of the module's if ``None``.
             norm_type: The p of the p-norm, ``inf`` included.
         """
-        chosen = list(self._module().parameters()) if parameters is None else parameters
+        chosen = list(self.connected_module.parameters()) if parameters is None else parameters
         return global_norm(chosen, self.mesh, norm_type, self._gradient_axes)
 
     def _gradient_axes(self, parameter: nn.Parameter) -> list[str]:
@@ -499,86 +485,6 @@ class FiveD(ParallelStrategy):
                 contexts.enter_context(applied.unsharded())
             yield
 
-    # Communication for Lightning
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not dist.is_initialized():
-            return
-        device = self.root_device
-        dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        """Reduces over the data ranks (others hold the same), or over `group`; anything but a tensor is returned as it is."""
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
-            return tensor
-        group = self.mesh.data_group if group is None else group
-        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-        mean = name in ("mean", "avg") or name == dist.ReduceOp.AVG
-        op = dist.ReduceOp.SUM if mean or name is None else name
-        op = getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op
-        dist.all_reduce(tensor, op=op, group=group)
-        if not mean:
-            return tensor
-        size = dist.get_world_size(group)
-        return tensor.div_(size) if tensor.is_floating_point() else tensor.copy_(tensor / size)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not dist.is_initialized():
-            return decision
-        flag = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        group = self.mesh.data_group if group is None else group
-        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
-
-    # Checkpoints
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = gather(self._module().state_dict(), keep=self.is_global_zero)
-        return state
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The module's state as plain CPU tensors on rank 0 (meta tensors elsewhere); every rank calls it."""
-        return self.lightning_module_state_dict()
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self._module()
-        module.load_state_dict(place_module_state(checkpoint["state_dict"], module), strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state: dict[str, Any] = gather(inner.state_dict(), keep=self.is_global_zero)
-        return state
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(place_optimizer_state(state, optimizer))
-
     # The end
 
     @override
@@ -589,14 +495,8 @@ class FiveD(ParallelStrategy):
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
-
-    def _module(self) -> pl.LightningModule:
-        if self.lightning_module is None:
-            raise RuntimeError("No LightningModule is connected to this strategy yet.")
-        return self.lightning_module
-
-    def _stage(self) -> RunningStage | None:
-        return self._module().trainer.state.stage
+        if self._ranks is not None:
+            self._ranks.finish()
 
     def __repr__(self) -> str:
         return f"FiveD({', '.join(map(repr, self.plugins))})"
@@ -604,28 +504,3 @@ class FiveD(ParallelStrategy):
 
 def _called_by(applied: Parallelized, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return applied.call(step, args, kwargs)
-
-
-def _plugin_problems(plugins: Sequence[Any]) -> list[Problem]:
-    problems = [
-        Problem(f"{plugin!r} is not a parallelism.", "Give objects such as ZeRO(stage=1).")
-        for plugin in plugins
-        if not isinstance(plugin, Parallelism)
-    ]
-    axes = [plugin.axis for plugin in plugins if isinstance(plugin, Parallelism)]
-    for axis in dict.fromkeys(axes):
-        if axes.count(axis) > 1:
-            given = ", ".join(repr(p) for p in plugins if isinstance(p, Parallelism) and p.axis == axis)
-            problems.append(Problem(f"The {axis} axis has {axes.count(axis)} plugins: {given}.", "Keep one of them."))
-    return problems
-
-
-def _point_metrics_to(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Torchmetrics add up over the world by default; ranks that hold the same batch must count once."""
-    if dist.get_world_size(group) == dist.get_world_size():
-        return
-    from torchmetrics import Metric
-
-    for child in module.modules():
-        if isinstance(child, Metric) and child.process_group is None:
-            child.process_group = group

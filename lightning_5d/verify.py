@@ -168,7 +168,7 @@ def verify(
             "verify needs automatic optimization: a manual step decides itself what a step is."
         )
     batches = batches[: steps * per_step]
-    common = dict(accelerator=accelerator, gradient_clip_val=gradient_clip_val, precision=precision)
+    common = {"accelerator": accelerator, "gradient_clip_val": gradient_clip_val, "precision": precision}
     with tempfile.TemporaryDirectory() as folder:
         expected = _run_reference(copy.deepcopy(module), batches, per_step, common)
         found = _run_strategy(
@@ -286,15 +286,16 @@ class _OneBigBatch(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         microbatches, *rest = args
         module = self.lightning_module
-        losses, weights = [], []
+        losses: list[Tensor] = []
+        weights: list[float] = []
         with self.precision_plugin.train_step_context():
             for microbatch in microbatches:
-                output = module.training_step(microbatch, *rest, **kwargs)  # type: ignore[union-attr]
+                output: Any = module.training_step(microbatch, *rest, **kwargs)  # type: ignore[union-attr]
                 weight = weight_of(output)
                 if weight != 0.0:
                     losses.append(output["loss"] if isinstance(output, Mapping) else output)
                     weights.append(1.0 if weight is None else weight)
-        total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+        total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
         return total / sum(weights)
 
 

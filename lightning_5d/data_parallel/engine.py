@@ -125,6 +125,7 @@ class ShardedEngine(Engine):
         self.groups: list[RecordingParamGroup] = [group for state in states for group in adopt(state, exchange)]
         self._last = self._complete = True
         self._depth = 0
+        self._held = False
         for state in states[1:]:
             # A block that is called before the root must not become a root of its own.
             state._lazy_init = self._root._lazy_init
@@ -165,10 +166,18 @@ class ShardedEngine(Engine):
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         self._initialize()
+        self._reshard()
         self._gather()
+        after_forward = [group.post_forward_mesh_info for group in self.groups]
+        for group in self.groups:
+            group.post_forward_mesh_info = None  # a forward in here must neither free nor gather anything
+        self._held = True
         try:
             yield
         finally:
+            self._held = False
+            for group, mesh_info in zip(self.groups, after_forward, strict=True):
+                group.post_forward_mesh_info = mesh_info
             self._reshard()
 
     @override
@@ -188,6 +197,11 @@ class ShardedEngine(Engine):
         """Frees full parameters now, and forgets a forward that was not finished."""
         self._depth = 0
         self._reshard()
+
+    def mirror_requires_grad(self) -> None:
+        """Gives full parameters that exist the `requires_grad` of their sharded ones, outside the usual gather."""
+        for group in self.groups:
+            group.mirror_requires_grad()
 
     def _wrap_root_hooks(self) -> None:
         # Both as hooks of the root and when called directly, around something else than the root's forward.
@@ -261,7 +275,10 @@ class ShardedEngine(Engine):
             group.wait_for_unshard()
 
     def _reshard(self) -> None:
+        if self._held:
+            return
         for group in self.groups:
+            group.discard_arrival()  # gathered ahead, before what is about to change
             group._to_sharded()  # type: ignore[no-untyped-call]
         if self._scalars is not None:
             self._scalars.to_sharded()

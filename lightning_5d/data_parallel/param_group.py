@@ -97,6 +97,17 @@ class RecordingParamGroup(FSDPParamGroup):
         """Takes part, with zeros, in reductions that other ranks have started and this one has not."""
         self.reductions = 0
 
+    def mirror_requires_grad(self) -> None:
+        """Gives full parameters that exist the `requires_grad` of their sharded ones."""
+        for param in self.fsdp_params:
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+
+    def discard_arrival(self) -> None:
+        """Drops a gather under way that nothing will use."""
+        if self._all_gather_result is not None:
+            self.wait_for_unshard()
+
     def has_gradients(self) -> bool:
         """Whether a backward left gradients that have not been reduced."""
         return any(_has_gradient(param) for param in self.fsdp_params)

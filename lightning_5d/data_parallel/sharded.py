@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_5d.data_parallel.engine import ShardOptions, shard
+from lightning_5d.data_parallel.engine import Engine, ShardedEngine, ShardOptions, shard
 from lightning_5d.data_parallel.param_group import state_of
-from lightning_5d.parallelism import Parallelized
+from lightning_5d.parallelism import Parallelized, Problem
 
 
 class ShardedData(Parallelized):
@@ -35,6 +38,10 @@ class ShardedData(Parallelized):
         self._root: FSDPState | None = state_of(module) if isinstance(module, FSDPModule) else None
         self._in_step = False
         self._open = False
+        # Other parameters are gathered when their module is called; those the root holds itself are just read.
+        self._root_holds_parameters = any(True for _ in module.parameters(recurse=False))
+        if self._root is not None and not getattr(module, "automatic_optimization", True):
+            _mirror_toggling(module, self.engine)
 
     # [Note: the step as the root's forward]
     # FSDP2 gathers the root's parameters before the root's forward and hooks the root's output for backward. The step takes
@@ -70,23 +77,35 @@ class ShardedData(Parallelized):
     @override
     def after_backward(self) -> None:
         self.engine.wait()
-        if self._in_step and not self._open:
-            self._enter((), {})
+        self._reopen()
 
     @override
     def before_optimizer_step(self) -> None:
         if self._in_step:
-            self._reshard()
             self._open = False
+            self._reshard()
 
     @override
     def after_optimizer_step(self) -> None:
-        if self._in_step and self._root is not None and not self._open:
-            self._enter((), {})
+        self._reopen()
 
     @override
     def begin_microbatch(self, *, last: bool) -> None:
         self.engine.begin(last)
+
+    @override
+    def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
+        if self._root is None:
+            return []
+        return [
+            Problem(
+                f"{type(optimizer).__name__} works on all gradients as one vector, which ZeRO stage"
+                f" {self.engine.options.stage} spreads over the data ranks.",
+                "Use ZeRO(stage=0), or another optimizer.",
+            )
+            for optimizer in optimizers
+            if isinstance(optimizer, torch.optim.LBFGS)
+        ]
 
     @override
     def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
@@ -110,24 +129,49 @@ class ShardedData(Parallelized):
         entered: tuple[tuple[Any, ...], dict[str, Any]] = self._root._pre_forward(self._module, args, kwargs)
         return entered
 
+    def _reshard(self) -> None:
+        if isinstance(self.engine, ShardedEngine):
+            self.engine.reshard()
+
+    def _reopen(self) -> None:
+        if self._in_step and not self._open and self._root_holds_parameters:
+            self._enter((), {})
+
     def _leave(self, output: Any) -> Any:
         self._open = False
         return output if self._root is None else self._root._post_forward(self._module, (), output)
-
-    def _reshard(self) -> None:
-        for child in self._module.modules():
-            if isinstance(child, FSDPModule):
-                child.reshard()
 
 
 @contextmanager
 def _hooks_aside(module: nn.Module, state: FSDPState) -> Iterator[None]:
     # Checked with torch 2.13: FSDP2 keeps the handles of the two hooks it registers on a module in its state.
-    before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
-    pre, post = module._forward_pre_hooks.pop(before), module._forward_hooks.pop(after)
+    ids = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
+    before = OrderedDict(module._forward_pre_hooks), OrderedDict(module._forward_hooks)
+    for identifier in ids:
+        module._forward_pre_hooks.pop(identifier, None)
+        module._forward_hooks.pop(identifier, None)
     try:
         yield
     finally:
-        module._forward_pre_hooks[before] = pre
-        module._forward_pre_hooks.move_to_end(before, last=False)
-        module._forward_hooks[after] = post
+        # In place and in their old order, with what the step may have registered behind them.
+        for hooks, old in zip((module._forward_pre_hooks, module._forward_hooks), before, strict=True):
+            added = {key: hook for key, hook in hooks.items() if key not in old}
+            kept = {key: hook for key, hook in old.items() if key in ids or key in hooks}
+            hooks.clear()
+            hooks.update({**kept, **added})
+
+
+def _mirror_toggling(module: nn.Module, engine: Engine) -> None:
+    """Lets `toggle_optimizer`, which switches `requires_grad` of the optimizers' (sharded) parameters, reach the full ones."""
+    for name in ("toggle_optimizer", "untoggle_optimizer"):
+        original = getattr(module, name, None)
+        if original is None:
+            continue
+
+        def mirrored(*args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+            result = _original(*args, **kwargs)
+            if isinstance(engine, ShardedEngine):
+                engine.mirror_requires_grad()
+            return result
+
+        object.__setattr__(module, name, mirrored)

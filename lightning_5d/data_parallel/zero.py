@@ -94,9 +94,10 @@ class ZeRO(Parallelism):
         from lightning_5d.data_parallel.sharded import ShardedData
 
         blocks = [module.get_submodule(name) for name in plan.block_names(module)]
-        offload = "none" if self.offload == "none" else "optimizer+parameters"
         # FiveD has made values equal by now, over all axes.
-        options = ShardOptions(stage=self.stage, offload=offload, synchronize=False)
+        options = ShardOptions(
+            stage=self.stage, offload="none" if self.offload == "none" else "optimizer+parameters", synchronize=False
+        )
         return ShardedData(module, blocks, mesh.submesh(*DATA_AXES), options)
 
 

@@ -1,0 +1,84 @@
+"""From the configuration to the objects it names, and everything that keeps them from being made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as L
+from hydra.errors import CompactHydraException, InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+
+from lightning_5d.data.corpus import Corpus
+from lightning_5d.mesh import DATA_AXES, resolve_sizes
+from lightning_5d.strategy import FiveD
+
+_SAID_BY_CONSTRUCTORS = (ValueError, TypeError, ImportError, MisconfigurationException, InstantiationException)
+
+
+class ImpossibleRunError(CompactHydraException, MisconfigurationException):
+    """A configuration that cannot run. Hydra shows what it says without a traceback."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `fived train` puts together."""
+
+    data: L.LightningDataModule
+    model: L.LightningModule
+    trainer: L.Trainer
+
+
+def build(group: DictConfig, **arguments: Any) -> Any:
+    """What the group's `_target_` makes of its other entries and of `arguments`; a group of groups gives a dict.
+
+    Lists and mappings arrive as plain ones: as OmegaConf's they would turn a plugin, which is a dataclass, into a config.
+    """
+    try:
+        return instantiate(group, _convert_="all", **arguments)
+    except InstantiationException as error:
+        # The constructor's own words, which Hydra puts on one line between its own.
+        raise error.__cause__ or error from None
+
+
+def build_run(config: DictConfig) -> Run:
+    """Data, model and trainer of a configuration, made before any other process is started.
+
+    Raises:
+        ImpossibleRunError: With everything that any of them found wrong.
+    """
+    errors: list[Exception] = []
+
+    def attempt(make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except _SAID_BY_CONSTRUCTORS as error:
+            errors.append(error)
+
+    data = attempt(lambda: build(config.data))
+    model = attempt(lambda: build(config.model))
+    trainer = attempt(lambda: _trainer(config))
+    if isinstance(data, Corpus):
+        attempt(lambda: data.check(data_ranks(trainer) if trainer is not None else 1))
+    if errors:
+        raise ImpossibleRunError("\n".join(str(error) for error in errors)) from errors[0]
+    return Run(data, model, trainer)
+
+
+def data_ranks(trainer: L.Trainer) -> int:
+    """How many ranks will read different samples."""
+    world = trainer.num_devices * trainer.num_nodes
+    if not isinstance(trainer.strategy, FiveD):
+        return world
+    sizes, _ = resolve_sizes(world, trainer.strategy.plugins)
+    return math.prod(sizes[axis] for axis in DATA_AXES)
+
+
+def _trainer(config: DictConfig) -> L.Trainer:
+    callbacks = [callback for callback in build(config.callbacks).values() if callback is not None]
+    trainer: L.Trainer = build(config.trainer, callbacks=callbacks)
+    return trainer

@@ -1,0 +1,92 @@
+"""Communication as Lightning asks for it: over the data ranks where values differ, over the world where all must agree."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor, nn
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from lightning_5d.mesh import ParallelMesh
+
+T = TypeVar("T")
+
+
+class MeshCommunication(ParallelStrategy, ABC):
+    """The collectives of a Lightning strategy whose ranks are arranged in a mesh."""
+
+    @property
+    @abstractmethod
+    def mesh(self) -> ParallelMesh:
+        """The ranks by axis."""
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not dist.is_initialized():
+            return
+        device = self.root_device
+        dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Reduces over the data ranks (others hold the same), or over `group`; anything but a tensor is returned as it is."""
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        group = self.mesh.data_group if group is None else group
+        op, mean = _reduction(reduce_op)
+        dist.all_reduce(tensor, op=op, group=group)
+        if not mean:
+            return tensor
+        size = dist.get_world_size(group)
+        return tensor.div_(size) if tensor.is_floating_point() else tensor.copy_(tensor / size)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if not dist.is_initialized():
+            return decision
+        flag = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        group = self.mesh.data_group if group is None else group
+        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+
+def _reduction(asked: Any) -> tuple[Any, bool]:
+    """The reduction to run and whether to divide by the group's size after it (not every backend averages)."""
+    if asked is None:
+        return dist.ReduceOp.SUM, False
+    if not isinstance(asked, str):
+        return (dist.ReduceOp.SUM, True) if asked == dist.ReduceOp.AVG else (asked, False)
+    if asked.lower() in ("mean", "avg"):
+        return dist.ReduceOp.SUM, True
+    return getattr(dist.ReduceOp, asked.upper()), False
+
+
+def point_metrics_to(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Torchmetrics add up over the world by default; ranks that hold the same batch must count once."""
+    if dist.get_world_size(group) == dist.get_world_size():
+        return
+    from torchmetrics import Metric
+
+    for child in module.modules():
+        if isinstance(child, Metric) and child.process_group is None:
+            child.process_group = group

@@ -1,0 +1,44 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = [
+    "model=tiny", "trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1",
+    "callbacks.text_sample.tokens=20", "callbacks.summary=null", "trainer.limit_val_batches=4",
+]  # fmt: skip
+RECORDER = [
+    "+callbacks.recorder._target_=tests.cli.recorder.Recorder",
+    "+callbacks.recorder.folder=${output_dir}/ranks",
+]
+LAUNCHER_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+
+
+@pytest.fixture
+def environment():
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    return kept | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+@pytest.fixture
+def fived(tmp_path, environment):
+    """Run `fived` in an empty folder; gives status, output and errors as one text."""
+
+    def run(*arguments, launcher=("-m", "lightning_5d.cli"), timeout=55, cwd=tmp_path):
+        done = subprocess.run(
+            [sys.executable, *launcher, *arguments], cwd=cwd, env=environment, timeout=timeout,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    return run
+
+
+def ranks_of(run_folder):
+    """What the `Recorder` of each rank wrote, by rank."""
+    facts = [json.loads(file.read_text()) for file in (run_folder / "ranks").glob("*.json")]
+    return sorted(facts, key=lambda fact: fact["rank"])

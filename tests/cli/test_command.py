@@ -1,0 +1,135 @@
+import json
+import re
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from lightning_5d.cli.configured import configuration_folder
+
+
+@pytest.fixture
+def composed():
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(configuration_folder()), version_base="1.3"):
+        yield lambda *overrides: OmegaConf.to_container(compose("train", list(overrides)), resolve=False)
+
+
+def test_help_names_the_commands(fived):
+    status, output = fived("--help")
+    assert status == 0
+    assert {"train", "verify", "tokenize"} <= set(re.findall(r"^    (\w+)", output, re.MULTILINE))
+
+
+def test_an_unknown_command_is_refused_with_those_there_are(fived):
+    status, output = fived("trian")
+    assert status == 2
+    assert "train" in output
+    assert "tokenize" in output
+
+
+def test_train_help_lists_groups_and_choices(fived):
+    status, output = fived("train", "--help")
+    assert status == 0
+    assert "strategy: ddp, hybrid, single, zero0, zero1, zero2, zero3" in output
+    assert "recipe: python_docs_zero1" in output
+    assert "data=text data.path=FILE_OR_FOLDER" in output
+
+
+def test_cfg_job_shows_the_run_and_starts_nothing(fived, tmp_path):
+    status, output = fived("train", "--cfg", "job", "optimizer.lr=0.5")
+    assert status == 0
+    shown = OmegaConf.create(output)
+    assert shown.optimizer.lr == 0.5
+    assert shown.strategy._args_[0].stage == 1
+    assert shown.trainer.devices == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_arguments_the_run_is_the_recipe_of_the_demo(composed):
+    assert composed() == composed("recipe=python_docs_zero1")
+    other = composed("strategy=zero3", "data=text", "data.path=x", "recipe=python_docs_zero1")
+    assert other["strategy"]["_args_"][0]["stage"] == 3
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_each_zero_stage_is_a_choice(composed, stage):
+    from lightning_5d import FiveD, ZeRO
+    from lightning_5d.cli.build import build
+
+    strategy = build(OmegaConf.create(composed(f"strategy=zero{stage}")).strategy)
+    assert isinstance(strategy, FiveD)
+    assert [type(plugin) for plugin in strategy.plugins] == [ZeRO]
+    assert strategy.plugins[0].stage == stage
+
+
+def test_one_process_and_lightnings_ddp_are_choices(composed):
+    single = composed("strategy=single")
+    assert (single["strategy"], single["trainer"]["devices"]) == ("auto", 1)
+    assert composed("strategy=ddp")["strategy"] == "ddp"
+
+
+def test_every_group_option_composes(composed):
+    for folder in sorted(path for path in configuration_folder().iterdir() if path.is_dir()):
+        for option in sorted(file.stem for file in folder.glob("*.yaml")):
+            assert composed(f"{folder.name}={option}"), f"{folder.name}={option}"
+
+
+def test_all_problems_of_a_run_come_in_one_error_before_any_process_starts(fived, tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"na\xefve")
+    status, output = fived(
+        "train", "data=text", "data.path=latin.txt", "data.val_fraction=3", "data.batch_size=0",
+        "strategy=hybrid", "trainer.devices=3", "model.decoder.num_heads=7",
+    )  # fmt: skip
+    assert status == 1
+    for part in (
+        "byte 0xef at offset 2",
+        "val_fraction is 3",
+        "batch_size is 0",
+        "3 ranks cannot be divided by dp_replicate=2",
+        "hidden_size 192 does not give 7 heads",
+        "num_kv_heads 2 does not divide num_heads 7",
+    ):
+        assert part in output
+    assert "Traceback" not in output
+    assert "\\n" not in output
+    assert "Initializing distributed" not in output
+
+
+def test_data_too_small_for_the_ranks_is_refused_before_any_process_starts(fived, tmp_path):
+    (tmp_path / "text.txt").write_text("x" * 300)
+    status, output = fived(
+        "train", "data=text", "data.path=text.txt", "data.sequence_length=10", "data.batch_size=20", "strategy=zero2"
+    )
+    assert status == 1
+    assert "26 training windows" in output
+    assert "2 data ranks, which takes 40; use batch_size 13" in output
+    assert "Initializing distributed" not in output
+
+
+def test_a_missing_path_is_asked_for(fived):
+    status, output = fived("train", "data=text")
+    assert status == 1
+    assert "data.path" in output
+
+
+def test_tokenize_writes_what_tokens_reads(fived, tmp_path):
+    (tmp_path / "text.txt").write_text("naïve " * 40)
+    status, output = fived("tokenize", "text.txt", "out.bin")
+    assert status == 0
+    assert "280 tokens of uint16" in output
+    assert "fived train data=tokens data.path=out.bin" in output
+    described = json.loads((tmp_path / "out.bin.json").read_text())
+    assert described == {"dtype": "uint16", "vocab_size": 256, "count": 280, "bytes": 280, "tokenizer": "byte"}
+    assert (tmp_path / "out.bin").stat().st_size == 560
+
+
+def test_tokenize_lists_its_problems_and_fails(fived):
+    status, output = fived("tokenize", "nowhere.txt", "no/out.bin", "--tokenizer", "nothing")
+    assert status == 1
+    for part in ("'nowhere.txt', which does not exist", "no', does not exist", "'nothing'"):
+        assert part in output
+    assert "Traceback" not in output
+    status, output = fived("tokenize", "a", "b", "--no-such-option")
+    assert status == 2

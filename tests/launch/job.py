@@ -1,0 +1,130 @@
+"""A training script that fails where it is told to; the tests of launching start it as a user would."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader, get_worker_info
+
+from lightning_5d import FiveD, ZeRO
+
+
+def strike(how: str) -> None:
+    if how == "raise":
+        raise ValueError("the planned failure")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(0)
+    time.sleep(600)
+
+
+class Data(RandomDataset):
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(32, 64)
+        self.options = options
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+        if self.options.where == "worker" and get_worker_info() is not None and rank == self.options.rank and index > 8:
+            strike(self.options.how)
+        return super().__getitem__(index)
+
+
+class Module(BoringModel):
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.options = options
+
+    def _reach(self, place: str) -> None:
+        if self.options.where == place and self.trainer.global_rank == self.options.rank:
+            strike(self.options.how)
+
+    def prepare_data(self) -> None:
+        if self.options.where == "prepare_data":
+            strike(self.options.how)
+
+    def setup(self, stage: str) -> None:
+        self._reach("setup")
+
+    def on_train_start(self) -> None:
+        print("TRAINING", os.getpid(), flush=True)
+        self._reach("hook")
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            self._reach("training_step")
+        time.sleep(self.options.pause)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if batch_idx == 1 and not self.trainer.sanity_checking:
+            self._reach("validation")
+        return super().validation_step(batch, batch_idx)
+
+    def _loader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(Data(self.options), num_workers=self.options.workers)
+
+    train_dataloader = val_dataloader = test_dataloader = _loader
+
+
+def trainer(options: argparse.Namespace) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=options.devices,
+        strategy=FiveD(ZeRO(stage=1), start_method=options.method),
+        max_steps=options.steps,
+        limit_val_batches=2,
+        val_check_interval=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--where", default="")
+    parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--how", default="raise")
+    parser.add_argument("--method", default="popen")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--then", default="")
+    options = parser.parse_args()
+    before = dict(os.environ)
+    one = trainer(options)
+    module = Module(options)
+    one.fit(module)
+    leaked = {name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    report: dict[str, Any] = {"rank": one.global_rank, "steps": one.global_step, "leaked": leaked}
+    if options.then == "test":
+        one.test(module, verbose=False)
+        report["tested"] = one.state.finished
+    if options.then == "again":
+        two = trainer(options)
+        two.fit(Module(options))
+        report["again"] = [two.global_rank, two.world_size, two.global_step]
+    if options.then.isdigit():
+        options.devices = int(options.then)
+        try:
+            trainer(options).fit(Module(options))
+        except Exception as error:
+            report["error"] = str(error)
+    if options.then == "raise" and one.global_rank == 1:
+        raise ValueError("after training")
+    print("REPORT", json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Starts training jobs in processes of their own and finds what they leave behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(Path(__file__).with_name("job.py"))
+PYTHON = (sys.executable,)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+LAUNCH_NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
+
+
+@dataclass
+class Running:
+    """A job that has been started; every process of it carries `tag` in its environment."""
+
+    process: subprocess.Popen[str]
+    tag: str
+    out: Path
+    err: Path
+    started: float
+
+    def wait(self, seconds: float) -> "Finished":
+        """Wait, and fail when the job takes longer."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"no end after {seconds} s\n{self.out.read_text()}\n{self.err.read_text()}") from None
+        return Finished(code, self.out.read_text(), self.err.read_text(), time.monotonic() - self.started, self)
+
+    def wait_for(self, text: str, times: int, seconds: float) -> None:
+        """Wait until the job has printed `text` so often."""
+        limit = time.monotonic() + seconds
+        while self.out.read_text().count(text) < times:
+            if time.monotonic() > limit or self.process.poll() is not None:
+                self.kill()
+                raise AssertionError(f"{text!r} did not come\n{self.out.read_text()}\n{self.err.read_text()}")
+            time.sleep(0.05)
+
+    def processes(self) -> list[int]:
+        """The live processes of this job."""
+        mark = f"JOB_TAG={self.tag}".encode()
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                    if state != "Z" and mark in (folder / "environ").read_bytes().split(b"\0"):
+                        found.append(int(folder.name))
+                except (FileNotFoundError, ProcessLookupError, PermissionError):
+                    continue
+        return found
+
+    def left_after(self, seconds: float) -> list[int]:
+        """The processes still alive `seconds` from now; returns early when there are none."""
+        limit = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < limit:
+            time.sleep(0.1)
+        return left
+
+    def kill(self) -> None:
+        """End all that belongs to the job."""
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+@dataclass
+class Finished:
+    """A job that has ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    job: Running
+
+    @property
+    def reports(self) -> dict[int, dict[str, Any]]:
+        """What the ranks reported at the end of the script, by rank."""
+        lines = [line.partition("REPORT ")[2] for line in self.out.splitlines() if "REPORT " in line]
+        return {report["rank"]: report for report in map(json.loads, lines)}
+
+
+def start(
+    folder: Path, *arguments: str, launcher: tuple[str, ...] = PYTHON, env: Mapping[str, str] | None = None
+) -> Running:
+    """Start `job.py` with `arguments`."""
+    tag = uuid.uuid4().hex
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_NAMES}
+    environment |= {
+        "JOB_TAG": tag,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+        **(env or {}),
+    }
+    out, err = folder / f"{tag}.out", folder / f"{tag}.err"
+    with out.open("w") as out_file, err.open("w") as err_file:
+        process = subprocess.Popen(
+            [*launcher, SCRIPT, *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=out_file,
+            stderr=err_file,
+            text=True,
+            start_new_session=True,
+        )
+    return Running(process, tag, out, err, time.monotonic())
+
+
+def run(folder: Path, *arguments: str, seconds: float = 50.0, **options: Any) -> Finished:
+    """Start `job.py` and wait for its end."""
+    return start(folder, *arguments, **options).wait(seconds)

@@ -1,0 +1,67 @@
+"""Training under FiveD equals training in one process."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_5d import FiveD, ZeRO
+from lightning_5d.verify import Parity, verify
+from tests.modules import TinyLM, batches
+from tests.ranks.pool import RankPool
+
+SEPARATE = {"backend": None, "timeout": 50.0}
+
+
+def _verify(rank: int, ranks: int, plugin: ZeRO | None, module: Any, accumulate: int, clip: float | None) -> Parity:
+    strategy = FiveD(plugin) if plugin else FiveD()
+    data = batches(3 * ranks * accumulate)
+    return verify(module(), data, strategy, devices=ranks, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+
+
+def tiny() -> TinyLM:
+    return TinyLM()
+
+
+def tied() -> TinyLM:
+    return TinyLM(tied=True)
+
+
+def check(results: list[Parity]) -> None:
+    assert results[0].passed, "\n" + results[0].table()
+    assert all(result == results[0] for result in results)
+    assert {row.quantity for row in results[0].rows} == {"loss", "gradient norm", "gradient", "parameter"}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_stage_equals_one_process(ranks: RankPool, world: int, stage: int, accumulate: int) -> None:
+    check(ranks(world, _verify, world, ZeRO(stage=stage), tiny, accumulate, 0.5, **SEPARATE))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hybrid_equals_one_process(ranks: RankPool, stage: int) -> None:
+    check(ranks(4, _verify, 4, ZeRO(stage=stage, replicate=2), tiny, 2, 0.5, **SEPARATE))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tied_weights_equal_one_process(ranks: RankPool, stage: int) -> None:
+    check(ranks(2, _verify, 2, ZeRO(stage=stage), tied, 1, None, **SEPARATE))
+
+
+def test_no_plugin_is_plain_data_parallel(ranks: RankPool) -> None:
+    check(ranks(2, _verify, 2, None, tiny, 1, None, **SEPARATE))
+
+
+class _Biased(TinyLM):
+    """Its gradients depend on the rank: what a fault in the reduction looks like."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * (1.0 + 0.01 * self.global_rank)
+
+
+def test_verify_notices_a_wrong_gradient(ranks: RankPool) -> None:
+    results = ranks(2, _verify, 2, ZeRO(stage=1), _Biased, 1, None, **SEPARATE)
+    assert not results[0].passed
+    assert "FAIL" in results[0].table()
