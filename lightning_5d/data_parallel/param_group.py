@@ -170,7 +170,7 @@ class ExchangingParamGroup(RecordingParamGroup):
                 param.init_all_gather_outputs([shard.numel()], [shard.dtype], ranks, self.device)
                 param.alloc_all_gather_outputs()
                 targets.append(param.all_gather_outputs[0].view(ranks, -1))
-            with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):  # type: ignore[attr-defined]
+            with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
                 for rank, part in enumerate(parts):
                     torch._foreach_copy_([target[rank] for target in targets], list(_views(part, inputs)))
             self._drop_arrival()
@@ -199,6 +199,7 @@ class ExchangingParamGroup(RecordingParamGroup):
         self.discard_arrival()
         super()._reset_iter_state()
 
+    @override
     def discard_arrival(self) -> None:
         """Takes in what was gathered ahead for a use that never came."""
         if self._arrival is not None:
