@@ -68,10 +68,18 @@ class AllReduce:
         return True
 
 
+def allocate_padded(transport: Transport, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer for an all-reduce of ``numel`` elements: a few more, zero, where the ranks do not divide them."""
+    padded = -(-numel // transport.size) * transport.size
+    buffer = transport.allocate(padded, dtype)
+    buffer[numel:].zero_()
+    return buffer
+
+
 class GradientReduction:
     """One reduce-scatter over the shard group, then an all-reduce over the replicas, then ``deliver(result)``.
 
-    Either transport may be absent (a group of one rank). The result is divided by ``divide_by`` and has the buffer's
+    Either transport may be absent (a group of one rank). Without ``shard`` the buffer comes from ``allocate_padded``. The result is divided by ``divide_by`` and has the buffer's
     dtype; it is new memory that the receiver may keep.
     """
 
@@ -104,9 +112,12 @@ class GradientReduction:
                 return False
             parts = self._arrival.wait()
             last = self._replicate is None
-            make = self._results.take if self._replicate is None else self._replicate.allocate
-            out = make(parts[0].numel(), parts[0].dtype)
-            sum_in_rank_order(parts, out, self._divide_by if last else 1.0)
+            numel, dtype = parts[0].numel(), parts[0].dtype
+            if self._replicate is None:
+                out = self._results.take(numel, dtype)
+            else:
+                out = allocate_padded(self._replicate, numel, dtype)
+            sum_in_rank_order(parts, out[:numel], self._divide_by if last else 1.0)
             self._arrival.release()
             self._arrival = None
             if last:
