@@ -22,6 +22,8 @@ from lightning_5d.launch.supervisor import GRACE_SECONDS, Supervisor
 
 T = TypeVar("T")
 _CHILD_CHECK_SECONDS = 0.2
+END_SECONDS = 30.0
+"""How long the ranks of a finished job may take to end before the next job of the same process starts."""
 PARENT_VARIABLE = "FIVED_PARENT_PID"
 
 
@@ -43,6 +45,7 @@ class Job:
     supervisor: Supervisor | None = None
     failed: bool = False
     _generation: PrefixStore | None = None
+    _made_group: bool = False
 
     def run(self, function: Callable[[], T], noticed: Callable[[], bool]) -> T:
         """Call `function` under supervision; all ranks call this together.
@@ -87,6 +90,7 @@ class Job:
             world_size=self.rendezvous.world_size,
             **options,  # type: ignore[arg-type]
         )
+        self._made_group = True
 
     def finish(self) -> None:
         """Called at the end of a strategy's teardown."""
@@ -104,10 +108,10 @@ class Job:
                 child.wait()
 
     def close(self) -> None:
-        """The job is over: its ranks are ended and its process groups gone."""
-        self.end_children(GRACE_SECONDS)
+        """The job is over: its ranks have ended and its process groups are gone."""
+        self.end_children(GRACE_SECONDS if self.failed else END_SECONDS)
         self.finish()
-        if dist.is_initialized():
+        if self._made_group and dist.is_initialized():
             dist.destroy_process_group()
 
     def _watch_children(self) -> None:

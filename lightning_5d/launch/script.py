@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +101,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if environment.creates_processes_externally:
             return self._join(environment, world_size, job)
         key = ("script", _hydra_job(), self.num_nodes)
-        if job is not None and job.children:
-            if job.key == key:
+        if job is not None:
+            if job.children and job.key == key:
                 return _still_there(job, world_size)
             jobs.forget()
         return self._start(environment, world_size, key)
@@ -172,10 +173,34 @@ def _start_script(local_rank: int, values: dict[str, str]) -> subprocess.Popen[b
     folder: str | None
     if HydraConfig.initialized():
         command, folder = _hydra_subprocess_cmd(local_rank)
+        if "--multirun" in command or "-m" in sys.argv[1:]:
+            command = _one_job(local_rank)
     else:
         command, folder = _basic_subprocess_cmd(), None
     environment = {**os.environ, **values, "LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
     return subprocess.Popen(command, env=environment, cwd=folder)
+
+
+def _one_job(local_rank: int) -> list[str]:
+    """The command that repeats only this job of a sweep: with the sweep's own arguments a rank would start all of it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    config = HydraConfig.get()
+    flags, words = [], iter(sys.argv[1:])
+    for word in words:
+        if word in ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"):
+            flags += [word, next(words, "")]
+        elif word.startswith("--config-"):
+            flags.append(word)
+    # As Lightning writes them for a single run: the same folder, and no second copy of the configuration in it.
+    return [
+        *_basic_subprocess_cmd()[: -len(sys.argv[1:]) or None],
+        *flags,
+        *config.overrides.task,
+        f'hydra.run.dir="{config.runtime.output_dir}"',
+        f"hydra.job.name=train_ddp_process_{local_rank}",
+        "hydra.output_subdir=null",
+    ]
 
 
 def _hydra_job() -> str | None:

@@ -99,7 +99,7 @@ class Supervisor:
         if first.rank != self._rank:
             tell = self._rank == 0
             if tell:
-                self._told()
+                self._told(self._store)
             else:
                 _quiet_excepthook(
                     f"[rank {self._rank}] stopped: {first.describe(self._world_size, False)}", lambda: True
@@ -142,7 +142,7 @@ class Supervisor:
             if self._first is not None and self._deadline is None:
                 self._deadline = time.monotonic() + GRACE_SECONDS
             if self._deadline is not None and time.monotonic() > self._deadline:
-                self._end()
+                self._end(store)
 
     def _look(self, store: Store) -> None:
         try:
@@ -152,28 +152,24 @@ class Supervisor:
             if not self._stopped.is_set():
                 self._first = Failure(0, f"cannot be reached any more ({error})")
 
-    def _end(self) -> None:
+    def _end(self, store: Store) -> None:
         if self._stopped.is_set() or self._first is None:
             return
         first = self._first
-        if self._rank == 0:
-            if first.rank != 0:
-                self._told_once(first)
-        else:
+        if self._rank != 0:
             print(
                 f"[rank {self._rank}] stopped: {first.describe(self._world_size, False)}", file=sys.stderr, flush=True
             )
+        elif first.rank != 0:
+            print(first.describe(self._world_size), file=sys.stderr, flush=True)
+            # Through the thread's own connection: the main thread may sit in a wait on the other.
+            self._told(store)
         self._exit(1)
 
-    def _told_once(self, first: Failure) -> None:
-        print(first.describe(self._world_size), file=sys.stderr, flush=True)
-        # From the thread: the main thread may hold the other connection in a wait.
-        self._told()
-
-    def _told(self) -> None:
-        if self._store is not None:
+    def _told(self, store: Store | None) -> None:
+        if store is not None:
             with contextlib.suppress(Exception):
-                self._store.set("told", "1")
+                store.set("told", "1")
 
     def _wait_told(self) -> bool:
         return self._poll("told", _TOLD_SECONDS)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(Path(__file__).with_name("job.py"))
+HERE = Path(__file__).resolve().parent
 PYTHON = (sys.executable,)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 LAUNCH_NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
@@ -95,9 +95,13 @@ class Finished:
 
 
 def start(
-    folder: Path, *arguments: str, launcher: tuple[str, ...] = PYTHON, env: Mapping[str, str] | None = None
+    folder: Path,
+    *arguments: str,
+    launcher: tuple[str, ...] = PYTHON,
+    env: Mapping[str, str] | None = None,
+    script: str = "job.py",
 ) -> Running:
-    """Start `job.py` with `arguments`."""
+    """Start a script of this folder with `arguments`."""
     tag = uuid.uuid4().hex
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_NAMES}
     environment |= {
@@ -111,7 +115,7 @@ def start(
     out, err = folder / f"{tag}.out", folder / f"{tag}.err"
     with out.open("w") as out_file, err.open("w") as err_file:
         process = subprocess.Popen(
-            [*launcher, SCRIPT, *arguments],
+            [*launcher, str(HERE / script), *arguments],
             cwd=folder,
             env=environment,
             stdout=out_file,

@@ -15,7 +15,7 @@ from lightning_5d import FiveD, ZeRO
 from lightning_5d.launch import RankFailure
 from lightning_5d.launch.rendezvous import listen
 from tests.launch.running import TORCHRUN, run, start
-from tests.ranks import RankPool
+from tests.ranks import RankError, RankPool
 
 LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "GLOBAL_RANK", "RANK")
 
@@ -36,10 +36,10 @@ def make_trainer(devices: int, folder: Path, method: str = "forkserver", **optio
 
 
 class Failing(BoringModel):
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> object:
         if self.trainer.global_rank == 1:
             raise KeyError("the planned failure")
-        super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx)
 
 
 class Logging(BoringModel):
@@ -75,6 +75,7 @@ def test_runs_of_2_then_4_then_1_ranks_with_a_failure_between(tmp_path: Path) ->
     alone = make_trainer(1, tmp_path, "popen")
     alone.fit(Logging())
     assert (alone.world_size, alone.callback_metrics["world"]) == (1, 1)
+    # One rank stays one: its process group is kept for the next run, and makes way for a larger job.
     assert {name: os.environ.get(name) for name in LAUNCH} == {name: before.get(name) for name in LAUNCH}
     torch.distributed.destroy_process_group()
 
@@ -159,10 +160,23 @@ def fail_on_rank_1(rank: int, folder: str) -> str:
     return "no error"
 
 
-def test_every_rank_raises_when_one_does(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks(2, fail_on_rank_1, str(tmp_path), backend=None)
-    assert second == "KeyError: 'the planned failure'"
-    assert first.startswith("RankFailure: rank 1 of 2 failed first: it raised KeyError: 'the planned failure'")
+def test_a_rank_that_waits_for_a_failed_one_is_ended_with_the_reason(ranks: RankPool, tmp_path: Path) -> None:
+    # Rank 1 catches its error and stays, so that its connections do not close: nothing else would wake rank 0.
+    with pytest.raises(RankError, match="rank 0 of 2 ended its process with exit code 1") as caught:
+        ranks(2, fail_on_rank_1, str(tmp_path), backend=None)
+    assert "rank 1: returned" in str(caught.value)
+    assert "KeyError: 'the planned failure'\n--- end of rank 1's traceback" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_each_job_of_a_sweep_has_ranks_of_its_own(tmp_path: Path) -> None:
+    done = run(tmp_path, "+x=1,2", "--multirun", script="sweep.py", seconds=100)
+    assert done.code == 0, done.err
+    lines = sorted(line for line in done.out.splitlines() if line.startswith("DONE"))
+    assert lines == [f"DONE job {job} rank {rank} of 2" for job in (1, 2) for rank in (0, 1)]
+    assert len(list(tmp_path.glob("multirun/*/*/*/.hydra/config.yaml"))) == 2
+    assert done.job.left_after(1) == []
 
 
 SLURM = {
