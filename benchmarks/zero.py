@@ -72,7 +72,7 @@ def run_rank(rank: int, port: int, size_name: str, name: str, steps: int, result
                 tick()
         took = [b - a for a, b in pairwise(wall)][WARM_UP:]
         used = [b - a for a, b in pairwise(processor)][WARM_UP:]
-        results.put((rank, statistics.median(took), statistics.mean(used), _peak_private_mib()))
+        results.put((rank, statistics.median(took), statistics.mean(used), _peak_mib()))
     except BaseException:
         results.put((rank, traceback.format_exc()))
     results.close()
@@ -80,8 +80,8 @@ def run_rank(rank: int, port: int, size_name: str, name: str, steps: int, result
     os._exit(0)
 
 
-def _peak_private_mib() -> float:
-    """The peak of resident memory, without what other ranks own but this one reads."""
+def _peak_mib() -> float:
+    """The peak of resident memory; with shared memory that counts the other rank's pages that this one reads, too."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return float(fields["VmHWM"].split()[0]) / 1024
 
