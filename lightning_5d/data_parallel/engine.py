@@ -64,7 +64,11 @@ class Engine:
         """Call before each microbatch's forward; ``last`` says that its backward completes the gradients."""
 
     def wait(self) -> None:
-        """Call after the last backward and before anyone reads a gradient. All data ranks must call it."""
+        """Call after the last backward and before anyone reads a gradient. All data ranks must call it.
+
+        Then ``grad`` is the mean over the data ranks, and None for parameters that no rank used. Before, in the middle
+        of an accumulation window, gradients are not readable: they may be unreduced, on their way, or absent.
+        """
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
