@@ -75,6 +75,11 @@ class Engine:
         """Full parameters on every rank, for generation or export. All data ranks must enter."""
         yield
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around a loop that does not change parameters: stages 1 and 2, which hold all of them, gather them once."""
+        yield
+
     def close(self) -> None:
         """Gives back hooks, connections and shared memory. The module keeps its (sharded) parameters."""
 
@@ -142,6 +147,8 @@ class ShardedEngine(Engine):
     def begin(self, last: bool = True) -> None:
         self._initialize()
         stage = self.options.stage
+        if self._exchange is not None:
+            self._exchange.reuse = False
         if self._complete:
             self._reshard()  # a forward without backward may have left parameters that are stale by now
         self._last, self._complete, self._depth = last, False, 0
@@ -183,6 +190,23 @@ class ShardedEngine(Engine):
             for group, mesh_info in zip(self.groups, after_forward, strict=True):
                 group.post_forward_mesh_info = mesh_info
             self._reshard()
+
+    @override
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        exchange = self._exchange
+        if exchange is None or not exchange.keep_unsharded:
+            yield
+            return
+        # In between, parameters are registered sharded as ever, so hooks see nothing unusual. Writes through `.data`
+        # before or after the loop (weights swapped for an average) leave no trace, hence the fresh start.
+        for group in exchange.groups:
+            group.forget_gathered()
+        exchange.reuse = True
+        try:
+            yield
+        finally:
+            exchange.reuse = False
 
     @override
     def close(self) -> None:

@@ -38,6 +38,7 @@ class Exchange:
     pending: PendingReductions = field(default_factory=PendingReductions)
     results: BufferPool = field(default_factory=BufferPool)
     keep_unsharded: bool = False
+    reuse: bool = False
     groups: list[ExchangingParamGroup] = field(default_factory=list)
     forward_reach: int = 0
     backward_reach: int = 0
@@ -137,6 +138,7 @@ class ExchangingParamGroup(RecordingParamGroup):
     exchange: Exchange
     index: int
     _arrival: Arrival | None
+    _gathered: list[int] | None
 
     # Initialization #
     @override
@@ -155,6 +157,9 @@ class ExchangingParamGroup(RecordingParamGroup):
         if self._arrival is not None or self.is_unsharded:
             return
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
+            return
+        if self.exchange.reuse and self._gathered == self._versions():
+            self._to_unsharded()  # type: ignore[no-untyped-call]
             return
         with torch.inference_mode(False), torch.no_grad():
             inputs = [param.all_gather_inputs[0] for param in self.fsdp_params]
@@ -186,7 +191,15 @@ class ExchangingParamGroup(RecordingParamGroup):
             self._drop_arrival()
             for param in self.fsdp_params:
                 param.init_unsharded_param()  # type: ignore[no-untyped-call]
+        self._gathered = self._versions()
         self._to_unsharded()  # type: ignore[no-untyped-call]
+
+    def forget_gathered(self) -> None:
+        """The next use gathers, whatever the last one left in memory."""
+        self._gathered = None
+
+    def _versions(self) -> list[int]:
+        return [param._sharded_local_tensor._version for param in self.fsdp_params]
 
     @override
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -321,7 +334,7 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
             continue
         group.__class__ = ExchangingParamGroup
         group.exchange, group.index = exchange, len(exchange.groups)
-        group._arrival = None
+        group._arrival = group._gathered = None
         exchange.groups.append(group)
         if exchange.keep_unsharded:
             for param in group.fsdp_params:
