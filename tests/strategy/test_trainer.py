@@ -410,3 +410,15 @@ def test_weights_swapped_around_validation_are_the_ones_validated(ranks: RankPoo
     assert one["metrics"]["val_loss"] == pytest.approx(2.564949)  # all weights 0: the logarithm of 13
     for found in ranks(2, _swapped, stage, 2, **TRAINER):
         assert_close(found, one)
+
+
+def _in_a_group(rank: int) -> int:
+    assert torch.distributed.is_initialized()
+    trainer = zero(1, 2, max_epochs=2)
+    trainer.fit(TinyLM(), loader(8))
+    assert torch.distributed.is_initialized()  # it was the user's, and stays
+    return trainer.global_step
+
+
+def test_a_process_group_that_the_user_has_made_is_used(ranks: RankPool) -> None:
+    assert ranks(2, _in_a_group, timeout=50.0) == [4, 4]
