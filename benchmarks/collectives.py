@@ -37,12 +37,12 @@ def contest(elements: int = ELEMENTS, rounds: int = 7) -> dict[str, dict[str, fl
     point_to_point, shared = PointToPoint(group), open_transport(group)
     calls: dict[str, dict[str, Callable[[], Any]]] = {
         "reduce_scatter": {
-            "gloo": lambda: dist.reduce_scatter_tensor(shard, full),
+            "gloo": lambda: dist.reduce_scatter_single(shard, full),
             "point to point": lambda: reduce_scatter(point_to_point, shard, full),
             "shared memory": lambda: reduce_scatter(shared, shard, full),
         },
         "all_gather": {
-            "gloo": lambda: dist.all_gather_into_tensor(full, shard),
+            "gloo": lambda: dist.all_gather_single(full, shard),
             "point to point": lambda: all_gather(point_to_point, full, shard),
             "shared memory": lambda: all_gather(shared, full, shard),
         },

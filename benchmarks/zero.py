@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 import traceback
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,9 @@ def run_rank(rank: int, port: int, size_name: str, name: str, steps: int, result
             for tokens, targets in batches:
                 step(tokens, targets)
                 tick()
-        took = [b - a for a, b in zip(wall, wall[1:], strict=False)][WARM_UP:]
-        used = [b - a for a, b in zip(processor, processor[1:], strict=False)][WARM_UP:]
-        results.put((rank, statistics.median(took), statistics.mean(used), _peak_private_mib()))
+        took = [b - a for a, b in pairwise(wall)][WARM_UP:]
+        used = [b - a for a, b in pairwise(processor)][WARM_UP:]
+        results.put((rank, statistics.median(took), statistics.mean(used), _peak_mib()))
     except BaseException:
         results.put((rank, traceback.format_exc()))
     results.close()
@@ -79,8 +80,8 @@ def run_rank(rank: int, port: int, size_name: str, name: str, steps: int, result
     os._exit(0)
 
 
-def _peak_private_mib() -> float:
-    """The peak of resident memory, without what other ranks own but this one reads."""
+def _peak_mib() -> float:
+    """The peak of resident memory; with shared memory that counts the other rank's pages that this one reads, too."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return float(fields["VmHWM"].split()[0]) / 1024
 

@@ -127,3 +127,19 @@ def point_metrics_to(module: nn.Module, group: dist.ProcessGroup) -> None:
     for child in module.modules():
         if isinstance(child, Metric) and child.process_group is None:
             child.process_group = group
+
+
+def destroy_process_groups() -> None:
+    """Ends all process groups of this process, and what torch remembers about them."""
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    # Checked with torch 2.13: DTensor caches its decisions together with the meshes they were made for. A later mesh of
+    # the same shape compares equal, and would be given the groups of the one that is gone.
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    for function in vars(_redistribute).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()

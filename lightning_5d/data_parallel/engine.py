@@ -64,11 +64,20 @@ class Engine:
         """Call before each microbatch's forward; ``last`` says that its backward completes the gradients."""
 
     def wait(self) -> None:
-        """Call after the last backward and before anyone reads a gradient. All data ranks must call it."""
+        """Call after the last backward and before anyone reads a gradient. All data ranks must call it.
+
+        Then ``grad`` is the mean over the data ranks, and None for parameters that no rank used. Before, in the middle
+        of an accumulation window, gradients are not readable: they may be unreduced, on their way, or absent.
+        """
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Full parameters on every rank, for generation or export. All data ranks must enter."""
+        yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around a loop that does not change parameters: stages 1 and 2, which hold all of them, gather them once."""
         yield
 
     def close(self) -> None:
@@ -138,6 +147,8 @@ class ShardedEngine(Engine):
     def begin(self, last: bool = True) -> None:
         self._initialize()
         stage = self.options.stage
+        if self._exchange is not None:
+            self._exchange.reuse = False
         if self._complete:
             self._reshard()  # a forward without backward may have left parameters that are stale by now
         self._last, self._complete, self._depth = last, False, 0
@@ -179,6 +190,23 @@ class ShardedEngine(Engine):
             for group, mesh_info in zip(self.groups, after_forward, strict=True):
                 group.post_forward_mesh_info = mesh_info
             self._reshard()
+
+    @override
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        exchange = self._exchange
+        if exchange is None or not exchange.keep_unsharded:
+            yield
+            return
+        # In between, parameters are registered sharded as ever, so hooks see nothing unusual. Writes through `.data`
+        # before or after the loop (weights swapped for an average) leave no trace, hence the fresh start.
+        for group in exchange.groups:
+            group.forget_gathered()
+        exchange.reuse = True
+        try:
+            yield
+        finally:
+            exchange.reuse = False
 
     @override
     def close(self) -> None:

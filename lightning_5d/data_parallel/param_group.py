@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from typing_extensions import override
 
 from lightning_5d.data_parallel.buffers import BufferPool
-from lightning_5d.data_parallel.reduction import GradientReduction, PendingReductions
+from lightning_5d.data_parallel.reduction import GradientReduction, PendingReductions, allocate_padded
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Arrival, Transport
 
@@ -38,6 +38,7 @@ class Exchange:
     pending: PendingReductions = field(default_factory=PendingReductions)
     results: BufferPool = field(default_factory=BufferPool)
     keep_unsharded: bool = False
+    reuse: bool = False
     groups: list[ExchangingParamGroup] = field(default_factory=list)
     forward_reach: int = 0
     backward_reach: int = 0
@@ -79,6 +80,17 @@ class RecordingParamGroup(FSDPParamGroup):
     used: set[int]
     fresh: set[int]
     reductions: int
+
+    # Parameters that a validation in inference mode makes must still be good for training.
+    @override
+    def unshard(self, async_op: bool = False) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            super().unshard(async_op)
+
+    @override
+    def wait_for_unshard(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            super().wait_for_unshard()
 
     @override
     def post_backward(self, *unused: Any) -> None:
@@ -126,6 +138,7 @@ class ExchangingParamGroup(RecordingParamGroup):
     exchange: Exchange
     index: int
     _arrival: Arrival | None
+    _gathered: list[int] | None
 
     # Initialization #
     @override
@@ -145,6 +158,9 @@ class ExchangingParamGroup(RecordingParamGroup):
             return
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return
+        if self.exchange.reuse and self._gathered == self._versions():
+            self._to_unsharded()  # type: ignore[no-untyped-call]
+            return
         with torch.inference_mode(False), torch.no_grad():
             inputs = [param.all_gather_inputs[0] for param in self.fsdp_params]
             buffer = self.exchange.shard.allocate(_flat_size(inputs), torch.uint8)
@@ -161,7 +177,6 @@ class ExchangingParamGroup(RecordingParamGroup):
             return
         if self._arrival is None:
             return
-        # Parameters made during a validation in inference mode must still be good for training.
         with torch.inference_mode(False), torch.no_grad():
             parts, ranks = self._arrival.wait(), self.exchange.shard.size
             inputs = [param.all_gather_inputs[0] for param in self.fsdp_params]
@@ -170,13 +185,21 @@ class ExchangingParamGroup(RecordingParamGroup):
                 param.init_all_gather_outputs([shard.numel()], [shard.dtype], ranks, self.device)
                 param.alloc_all_gather_outputs()
                 targets.append(param.all_gather_outputs[0].view(ranks, -1))
-            with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):  # type: ignore[attr-defined]
+            with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
                 for rank, part in enumerate(parts):
                     torch._foreach_copy_([target[rank] for target in targets], list(_views(part, inputs)))
             self._drop_arrival()
             for param in self.fsdp_params:
                 param.init_unsharded_param()  # type: ignore[no-untyped-call]
+        self._gathered = self._versions()
         self._to_unsharded()  # type: ignore[no-untyped-call]
+
+    def forget_gathered(self) -> None:
+        """The next use gathers, whatever the last one left in memory."""
+        self._gathered = None
+
+    def _versions(self) -> list[int]:
+        return [param._sharded_local_tensor._version for param in self.fsdp_params]
 
     @override
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -199,6 +222,7 @@ class ExchangingParamGroup(RecordingParamGroup):
         self.discard_arrival()
         super()._reset_iter_state()
 
+    @override
     def discard_arrival(self) -> None:
         """Takes in what was gathered ahead for a use that never came."""
         if self._arrival is not None:
@@ -261,12 +285,14 @@ class ExchangingParamGroup(RecordingParamGroup):
         exchange = self.exchange
         ranks = exchange.shard.size if exchange.shard is not None else 1
         sizes = [_padded_rows(grad.shape, ranks) for grad in grads]
-        transport = exchange.shard or exchange.replicate
         numel = sum(size * _row(grad) for size, grad in zip(sizes, grads, strict=True))
-        buffer = (
-            transport.allocate(numel, reduce_dtype) if transport is not None else torch.empty(numel, dtype=reduce_dtype)
-        )
-        torch._chunk_cat(grads, dim=0, num_chunks=ranks, out=buffer.view(ranks, -1))
+        if exchange.shard is not None:
+            buffer = exchange.shard.allocate(numel, reduce_dtype)
+        elif exchange.replicate is not None:
+            buffer = allocate_padded(exchange.replicate, numel, reduce_dtype)
+        else:
+            buffer = torch.empty(numel, dtype=reduce_dtype)
+        torch._chunk_cat(grads, dim=0, num_chunks=ranks, out=buffer[:numel].view(ranks, -1))
         shard_numels = [size * _row(grad) // ranks for size, grad in zip(sizes, grads, strict=True)]
 
         def deliver(result: torch.Tensor) -> None:
@@ -308,7 +334,7 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
             continue
         group.__class__ = ExchangingParamGroup
         group.exchange, group.index = exchange, len(exchange.groups)
-        group._arrival = None
+        group._arrival = group._gathered = None
         exchange.groups.append(group)
         if exchange.keep_unsharded:
             for param in group.fsdp_params:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from lightning_5d.data_parallel.buffers import BufferPool
 from lightning_5d.data_parallel.transport import Arrival, Transport
 
 # Keeps these messages apart from a user's own sends and receives on the same group, which default to tag 0.
@@ -38,9 +39,13 @@ class PointToPoint(Transport):
     On gloo this is two to six times faster than its ring collectives (measured with torch 2.13).
     """
 
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._pool = BufferPool()
+
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See :meth:`Transport.allocate`."""
-        return torch.empty(numel, dtype=dtype)
+        return self._pool.take(numel, dtype)
 
     def share(self, buffer: torch.Tensor, tag: int) -> Arrival:
         """See :meth:`Transport.share`."""
@@ -63,7 +68,7 @@ class PointToPoint(Transport):
             if peer == self.rank:
                 parts.append(own)
                 continue
-            part = torch.empty_like(own)
+            part = self._pool.take(own.numel(), own.dtype)
             parts.append(part)
             receives.append(self._receive(part, peer, tag))
         for step in range(1, self.size):

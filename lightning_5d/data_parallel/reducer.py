@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -16,33 +17,33 @@ from lightning_5d.data_parallel.transport import Transport, sum_in_rank_order
 class _Bucket:
     def __init__(self, index: int, params: Sequence[nn.Parameter]) -> None:
         self.index, self.params = index, list(params)
-        self.wanted: list[nn.Parameter] = []
         self.all_reduce: AllReduce | None = None
         self.reset()
 
     def reset(self) -> None:
         self.missing = set(range(len(self.params)))
-        self.again = self.discard = False
+        self.again = False
         self.wanted: set[int] = set()
         self.all_reduce = None
 
-    def deliver(self, parts: Sequence[torch.Tensor], divide_by: float) -> None:
+    def deliver(self, parts: Sequence[torch.Tensor], divide_by: float, own: torch.Tensor) -> None:
         """Writes the means into the gradients of the wanted parameters."""
-        if self.discard:
-            return
         offset = 0
         for position, param in enumerate(self.params):
-            numel = _local(param).numel()
-            if position in self.wanted:
-                pieces = [part[offset : offset + numel] for part in parts]
-                grad = _local(param.grad) if param.grad is not None else torch.empty_like(_local(param))
-                flat = grad.view(-1) if grad.is_contiguous() else torch.empty_like(pieces[0])
-                sum_in_rank_order(pieces, flat, divide_by)
-                if not grad.is_contiguous():
-                    grad.copy_(flat.view_as(grad))
-                if param.grad is None:
-                    param.grad = grad
-            offset += numel
+            here = slice(offset, offset + _local(param).numel())
+            offset = here.stop
+            if position not in self.wanted:
+                continue
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            grad = _local(param.grad)
+            in_place = grad.is_contiguous() and not self.again
+            mean = grad.view(-1) if in_place else torch.empty_like(own[here])
+            sum_in_rank_order([part[here] for part in parts], mean, divide_by)
+            if self.again:  # keep what a later backward has added since this was sent
+                grad.add_((mean - own[here]).view_as(grad))
+            elif not in_place:
+                grad.copy_(mean.view_as(grad))
 
 
 class GradientReducer:
@@ -70,6 +71,7 @@ class GradientReducer:
             param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             for param in self.params
         ]
+        self._under_way: deque[_Bucket] = deque()
         self.synchronize = True
         self.used: set[int] = set()
         self._number = {param: index for index, param in enumerate(self.params)}
@@ -93,7 +95,16 @@ class GradientReducer:
             return
         bucket.missing.discard(position)
         if not bucket.missing:
+            bucket.wanted = set(range(len(bucket.params)))
             self._start(bucket)
+            self._progress()
+
+    def _progress(self) -> None:
+        # Means are taken in while backward runs: they are still in the processor's cache, and buffers come back early.
+        while self._under_way and self._under_way[0].all_reduce is not None:
+            if not self._under_way[0].all_reduce.advance(block=False):
+                return
+            self._under_way.popleft()
 
     def _start(self, bucket: _Bucket) -> None:
         numel = sum(_local(param).numel() for param in bucket.params)
@@ -111,6 +122,7 @@ class GradientReducer:
         if padded > numel:
             buffer[numel:].zero_()
         bucket.all_reduce = AllReduce(self._transport, buffer, bucket.index, self._transport.size, bucket.deliver)
+        self._under_way.append(bucket)
         self._traffic.add("all_reduce", padded * dtype.itemsize)
 
     def finish(self) -> None:
@@ -126,24 +138,25 @@ class GradientReducer:
         used = set(flags[: len(self.params)].nonzero().flatten().tolist())
         again = flags[len(self.params) :].tolist()
         for bucket in self._buckets:
-            bucket.wanted = {position for position, param in enumerate(bucket.params) if self._number[param] in used}
-            if again[bucket.index] and bucket.all_reduce is not None:
-                bucket.discard = True  # it lacks what a later backward added
-                _complete([bucket])
-                bucket.discard, bucket.all_reduce = False, None
-            if bucket.wanted and bucket.all_reduce is None:
+            if bucket.all_reduce is None:
+                bucket.wanted = {position for position, p in enumerate(bucket.params) if self._number[p] in used}
+                if bucket.wanted:
+                    self._start(bucket)
+        self._complete()
+        for bucket in self._buckets:
+            if again[bucket.index] and bucket.wanted:
+                bucket.again = False
                 self._start(bucket)
-        _complete(self._buckets)
+        self._complete()
         for bucket in self._buckets:
             bucket.reset()
         self.used.clear()
 
-
-def _complete(buckets: Sequence[_Bucket]) -> None:
-    """Moves all buckets forward phase by phase, so that each phase has begun everywhere before anyone waits for it."""
-    open_ones = [bucket.all_reduce for bucket in buckets if bucket.all_reduce is not None]
-    while open_ones:
-        open_ones = [all_reduce for all_reduce in open_ones if not all_reduce.advance(block=True)]
+    def _complete(self) -> None:
+        # Phase by phase for all, so that each phase has begun everywhere before anyone waits for it.
+        while self._under_way:
+            waiting = [b for b in self._under_way if b.all_reduce is not None and not b.all_reduce.advance(block=True)]
+            self._under_way = deque(waiting)
 
 
 def _fill_buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:

@@ -23,8 +23,8 @@ class AllReduce:
         buffer: What this rank adds; made by the transport's ``allocate``, its size divisible by the ranks.
         tag: Keeps this sum apart from others that are under way.
         divide_by: The number of ranks, for a mean.
-        deliver: Receives the flat addends (already added up, then there is one) and what their sum is to be divided by.
-            It must read them before it returns.
+        deliver: Receives the flat addends (already added up, then there is one), what their sum is to be divided by, and
+            this rank's own addend. It must read them before it returns.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class AllReduce:
         buffer: torch.Tensor,
         tag: int,
         divide_by: float,
-        deliver: Callable[[Sequence[torch.Tensor], float], None],
+        deliver: Callable[[Sequence[torch.Tensor], float, torch.Tensor], None],
     ) -> None:
         self._transport, self._buffer, self._deliver = transport, buffer, deliver
         self._tag, self._divide_by = tag, divide_by
@@ -49,7 +49,7 @@ class AllReduce:
                 return False
             parts = self._arrival.wait()
             if self._whole:
-                self._deliver(parts, self._divide_by)
+                self._deliver(parts, self._divide_by, self._buffer)
             else:
                 mine = self._transport.allocate(parts[0].numel(), parts[0].dtype)
                 sum_in_rank_order(parts, mine, self._divide_by)
@@ -61,18 +61,25 @@ class AllReduce:
             return True
         if not (block or self._second.ready()):
             return False
-        for target, part in zip(self._buffer.chunk(self._transport.size), self._second.wait(), strict=True):
-            target.copy_(part)
-        self._deliver([self._buffer], 1.0)
+        total = torch.cat(list(self._second.wait()))
+        self._deliver([total], 1.0, self._buffer)
         self._second.release()
         self._second = None
         return True
 
 
+def allocate_padded(transport: Transport, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer for an all-reduce of ``numel`` elements: a few more, zero, where the ranks do not divide them."""
+    padded = -(-numel // transport.size) * transport.size
+    buffer = transport.allocate(padded, dtype)
+    buffer[numel:].zero_()
+    return buffer
+
+
 class GradientReduction:
     """One reduce-scatter over the shard group, then an all-reduce over the replicas, then ``deliver(result)``.
 
-    Either transport may be absent (a group of one rank). The result is divided by ``divide_by`` and has the buffer's
+    Either transport may be absent (a group of one rank). Without ``shard`` the buffer comes from ``allocate_padded``. The result is divided by ``divide_by`` and has the buffer's
     dtype; it is new memory that the receiver may keep.
     """
 
@@ -105,9 +112,12 @@ class GradientReduction:
                 return False
             parts = self._arrival.wait()
             last = self._replicate is None
-            make = self._results.take if self._replicate is None else self._replicate.allocate
-            out = make(parts[0].numel(), parts[0].dtype)
-            sum_in_rank_order(parts, out, self._divide_by if last else 1.0)
+            numel, dtype = parts[0].numel(), parts[0].dtype
+            if self._replicate is None:
+                out = self._results.take(numel, dtype)
+            else:
+                out = allocate_padded(self._replicate, numel, dtype)
+            sum_in_rank_order(parts, out[:numel], self._divide_by if last else 1.0)
             self._arrival.release()
             self._arrival = None
             if last:
@@ -132,7 +142,7 @@ class GradientReduction:
         self._result = self._results.take(buffer.numel(), buffer.dtype)
         self._all_reduce = AllReduce(self._replicate, buffer, self._tag, self._divide_by, self._take)
 
-    def _take(self, parts: Sequence[torch.Tensor], divide_by: float) -> None:
+    def _take(self, parts: Sequence[torch.Tensor], divide_by: float, own: torch.Tensor) -> None:
         if self._result is not None:
             sum_in_rank_order(parts, self._result, divide_by)
 

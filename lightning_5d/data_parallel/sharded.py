@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ class ShardedData(Parallelized):
     @override
     def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
         # A rank that has run out of batches cannot take part in gathers: have everything gathered before.
-        return self.unsharded() if uneven else nullcontext()
+        return self.unsharded() if uneven else self.engine.evaluating()
 
     @contextmanager
     @override

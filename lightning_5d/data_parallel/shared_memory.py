@@ -21,6 +21,7 @@ import socket
 import struct
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -43,7 +44,8 @@ def _drop_sockets_after_fork() -> None:
         transport.drop_sockets()
 
 
-os.register_at_fork(after_in_child=_drop_sockets_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_sockets_after_fork)
 
 
 class _Block(Buffer):
@@ -72,6 +74,7 @@ class _Peer:
         self.rank, self.connection = rank, connection
         self.blocks: dict[int, torch.Tensor] = {}
         self.ready: dict[tuple[int, int], tuple[int, int]] = {}
+        self.unsent: deque[bytes] = deque()
         self.gone = False
 
 
@@ -107,7 +110,7 @@ class _Reading(Arrival):
     def release(self) -> None:
         self._parts = []
         for peer, number in self._read:
-            self._transport.send(peer, _MESSAGE.pack(_DONE, 0, 0, number, 0))
+            self._transport.send(peer, _MESSAGE.pack(_DONE, 0, 0, number, 0), can_wait=True)
         self._read = []
 
 
@@ -124,6 +127,7 @@ class SharedMemory(Transport):
         self._by_fd: dict[int, _Peer] = {}
         for peer in self.peers:
             peer.connection.setblocking(False)
+            peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
             self._by_fd[peer.connection.fileno()] = peer
             self._poll.register(peer.connection, select.POLLIN)
         self._blocks: list[_Block] = []
@@ -209,7 +213,14 @@ class SharedMemory(Transport):
         return _Reading(self, buffer, tag, number, scattered)
 
     def _new_block(self, size: int) -> _Block:
-        block = _Block(len(self._blocks), size)
+        try:
+            block = _Block(len(self._blocks), size)
+        except OSError as error:
+            held = sum(block.nbytes for block in self._blocks)
+            raise MemoryError(
+                f"No room for {size} more bytes of shared memory; this rank holds {held} already ({error}). "
+                "Smaller blocks or a higher ZeRO stage need less."
+            ) from error
         self._blocks.append(block)
         for peer in self.peers:
             self.send(peer, _MESSAGE.pack(_BLOCK, 0, 0, block.number, size), block.fd)
@@ -217,8 +228,16 @@ class SharedMemory(Transport):
         return block
 
     # Signals #
-    def send(self, peer: _Peer, message: bytes, fd: int | None = None) -> None:
-        """Sends one message; a peer that is gone is noticed by whoever waits for it."""
+    def send(self, peer: _Peer, message: bytes, fd: int | None = None, can_wait: bool = False) -> None:
+        """Sends one message. If the peer's inbox is full, one that ``can_wait`` goes with a later one instead.
+
+        That a block is done can wait: its owner takes another one meanwhile. So a rank that is elsewhere, in a barrier
+        say, never holds up those that have merely finished reading. A peer that is gone is noticed by who waits for it.
+        """
+        if can_wait:
+            peer.unsent.append(message)
+            self._flush(peer)
+            return
         give_up = time.monotonic() + self._timeout_s
         while not peer.gone:
             try:
@@ -234,6 +253,16 @@ class SharedMemory(Transport):
                     raise self._timeout(peer) from None
             except (BrokenPipeError, ConnectionResetError):
                 self._take_in(peer)  # what it said before it went; ends with the end of the connection
+
+    def _flush(self, peer: _Peer) -> None:
+        try:
+            while peer.unsent and not peer.gone:
+                peer.connection.send(peer.unsent[0])
+                peer.unsent.popleft()
+        except BlockingIOError:
+            return
+        except (BrokenPipeError, ConnectionResetError):
+            self._take_in(peer)
 
     def await_ready(self, peer: _Peer, tag: int, number: int) -> tuple[int, int]:
         """Blocks until ``peer`` has published exchange ``number`` of ``tag``; returns its block and the bytes in it."""
@@ -252,6 +281,9 @@ class SharedMemory(Transport):
 
     def receive(self, timeout_s: float) -> None:
         """Takes in what has been said, waiting up to ``timeout_s`` for something."""
+        for peer in self.peers:
+            if peer.unsent:
+                self._flush(peer)
         for fd, _ in self._poll.poll(timeout_s * 1000):
             self._take_in(self._by_fd[fd])
 

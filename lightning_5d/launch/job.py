@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from lightning_5d.communication import destroy_process_groups
 from lightning_5d.launch.environment import variables
 from lightning_5d.launch.failure import Failure, RankFailure
 from lightning_5d.launch.processes import describe_exit, leave
@@ -111,8 +112,8 @@ class Job:
         """The job is over: its ranks have ended and its process groups are gone."""
         self.end_children(GRACE_SECONDS if self.failed else END_SECONDS)
         self.finish()
-        if self._made_group and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._made_group:
+            destroy_process_groups()
 
     def _watch_children(self) -> None:
         supervisor = self.supervisor

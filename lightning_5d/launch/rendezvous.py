@@ -11,7 +11,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 # `torch.distributed` has these too, but not for a type checker. Checked with torch 2.13.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-__all__ = ["HashStore", "PrefixStore", "Rendezvous", "Store", "TCPStore", "listen", "second_connection"]
+__all__ = [
+    "HashStore",
+    "PrefixStore",
+    "Rendezvous",
+    "Store",
+    "TCPStore",
+    "default_store",
+    "listen",
+    "second_connection",
+]
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _CONNECT_TIMEOUT = timedelta(minutes=5)
@@ -88,6 +97,13 @@ def listen(host: str, port: int) -> tuple[Store, int]:
     chosen = server.getsockname()[1]
     store = TCPStore(host, chosen, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
     return store, chosen
+
+
+def default_store() -> Store:
+    """The store of the process group that is already there."""
+    from torch.distributed.distributed_c10d import _get_default_store  # checked with torch 2.13
+
+    return PrefixStore("fived", _get_default_store())
 
 
 def second_connection(store: PrefixStore) -> PrefixStore:

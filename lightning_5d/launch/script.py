@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,7 +16,7 @@ from typing_extensions import override
 from lightning_5d.launch import job as jobs
 from lightning_5d.launch.job import PARENT_VARIABLE, Job
 from lightning_5d.launch.processes import die_with
-from lightning_5d.launch.rendezvous import Rendezvous, listen
+from lightning_5d.launch.rendezvous import Rendezvous, default_store, listen
 from lightning_5d.launch.signals import take_over_sigterm
 from lightning_5d.launch.slurm import check_tasks
 
@@ -127,11 +128,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             die_with(parent)
         elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != 1:
             die_with(os.getppid(), kernel=False)
-        hosting = None
-        if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        hosting = store = None
+        if dist.is_initialized():
+            # The user's own process group: its store is there, and may well listen on MASTER_PORT.
+            store = default_store()
+        elif rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             hosting, port = listen(host, port)
         values = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-        job = Job(key, Rendezvous(host, port, rank, world_size, hosting), values)
+        job = Job(key, Rendezvous(host, port, rank, world_size, hosting, store), values)
         jobs.enter(job)
         return job
 

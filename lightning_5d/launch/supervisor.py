@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_5d.launch.failure import Failure, RankFailure, is_lost_peer
 from lightning_5d.launch.processes import leave
+from lightning_5d.launch.pulse import SILENCE_SECONDS, Pulse
 from lightning_5d.launch.rendezvous import Store
 
 _POLL_SECONDS = 0.5
@@ -45,6 +46,7 @@ class Supervisor:
         self._stopped = threading.Event()
         self._deadline: float | None = None
         self._first: Failure | None = None
+        self._pulse: Pulse | None = None
 
     @property
     def failure(self) -> Failure | None:
@@ -66,6 +68,7 @@ class Supervisor:
             watched: The same keys through another connection, for the thread.
         """
         self._rank, self._world_size, self._store = rank, world_size, store
+        self._pulse = Pulse(rank, world_size)
         self._thread = threading.Thread(target=self._watch, args=(watched,), name="supervisor", daemon=True)
         self._thread.start()
 
@@ -148,6 +151,13 @@ class Supervisor:
         try:
             if store.check(["failure"]):
                 self._first = Failure.from_json(store.get("failure"))
+                return
+            silent = self._pulse.beat(store) if self._pulse is not None else None
+            if silent is not None:
+                gone = Failure(
+                    silent, f"has given no sign of life for {SILENCE_SECONDS:.0f} s: killed, or its machine is gone"
+                )
+                self._first = Failure.from_json(store.compare_set("failure", "", gone.to_json()))
         except RuntimeError as error:
             if not self._stopped.is_set():
                 self._first = Failure(0, f"cannot be reached any more ({error})")

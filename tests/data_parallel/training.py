@@ -112,6 +112,17 @@ def on_ranks(
     return run
 
 
+Layout = tuple[ShardOptions, int, int]
+"""Options, replicas, accumulation."""
+
+
+def on_ranks_each(rank: int, name: str, ranks: int, layouts: list[Layout]) -> list[Run]:
+    """`on_ranks` for several layouts in one world: starting one takes longer than these runs."""
+    return [
+        on_ranks(rank, name, ranks, options, replicate, accumulation) for options, replicate, accumulation in layouts
+    ]
+
+
 def assert_equal_runs(got: list[Run], expected: Run, tolerance: float = 1e-5) -> None:
     means = [sum(losses) / len(got) for losses in zip(*(run.losses for run in got), strict=True)]
     assert means == [pytest_approx(loss, tolerance) for loss in expected.losses]

@@ -87,7 +87,7 @@ def test_four_scripts_started_at_once_all_end_well(tmp_path: Path) -> None:
     for job in jobs:
         done = job.wait(120)
         assert done.code == 0, done.err
-        assert {rank: report["steps"] for rank, report in done.reports.items()} == {0: 4, 1: 4}
+        assert {rank: report["steps"] for rank, report in done.reports.items()} == {0: 4, 1: 4}, done.out + done.err
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_5d.communication import destroy_process_groups
 
 SEED = 0
 LEFTOVER_GRACE_SECONDS = 2.0
@@ -36,8 +37,7 @@ class ProcessState:
 
     def restore(self) -> None:
         """Put everything back, the process groups first: what is left of a failed call hangs on them."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        destroy_process_groups()
         os.environ.clear()
         os.environ.update(self._environment)
         os.chdir(self._folder)

@@ -369,3 +369,56 @@ def test_an_optimizer_that_calls_its_closure_several_times_equals_one_process(ra
 def test_an_optimizer_that_needs_the_whole_gradient_is_refused_where_it_is_sharded(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"LBFGS.*stage=0"):
         ranks(2, _trained, Closured, 1, 2, **TRAINER)
+
+
+def _validation_traffic(rank: int, stage: int) -> dict[str, int]:
+    trainer = zero(stage, 2)
+    trainer.validate(TinyLM(), loader(16, 2), verbose=False)
+    return dict(trainer.strategy.parallelized[0].engine.traffic.calls)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("stage", "gathers"), [(1, 4), (2, 4), (3, 4 * 4)])
+def test_validation_gathers_once_where_parameters_are_held_anyway(ranks: RankPool, stage: int, gathers: int) -> None:
+    """3 blocks and the root make 4 groups; 4 batches."""
+    assert ranks(2, _validation_traffic, stage, **TRAINER)[0]["all_gather"] == gathers
+
+
+class Averaged(L.Callback):
+    """Swaps other weights in for validation, through `.data`, as many averaging callbacks do."""
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.kept = [parameter.data.clone() for parameter in pl_module.parameters()]
+        for parameter in pl_module.parameters():
+            parameter.data.mul_(0.0)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for parameter, value in zip(pl_module.parameters(), self.kept, strict=True):
+            parameter.data.copy_(value)
+
+
+def _swapped(rank: int, stage: int | None, ranks: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"max_epochs": 2, "callbacks": [Averaged()], "val_check_interval": 2}
+    trainer = quiet(**arguments) if stage is None else zero(stage, ranks, **arguments)
+    module = TinyLM()
+    trainer.fit(module, Data())
+    return {"weights": whole(module), "metrics": plain(trainer.callback_metrics)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_swapped_around_validation_are_the_ones_validated(ranks: RankPool, stage: int) -> None:
+    one = ranks(1, _swapped, None, 1, **TRAINER, env={"WORLD_SIZE": None})[0]
+    assert one["metrics"]["val_loss"] == pytest.approx(2.564949)  # all weights 0: the logarithm of 13
+    for found in ranks(2, _swapped, stage, 2, **TRAINER):
+        assert_close(found, one)
+
+
+def _in_a_group(rank: int) -> int:
+    assert torch.distributed.is_initialized()
+    trainer = zero(1, 2, max_epochs=2)
+    trainer.fit(TinyLM(), loader(8))
+    assert torch.distributed.is_initialized()  # it was the user's, and stays
+    return trainer.global_step
+
+
+def test_a_process_group_that_the_user_has_made_is_used(ranks: RankPool) -> None:
+    assert ranks(2, _in_a_group, timeout=50.0) == [4, 4]

@@ -1,0 +1,45 @@
+"""Signs of life: how a job notices a rank that went without a word, on whatever machine it was."""
+
+import time
+from collections.abc import Callable
+
+from lightning_5d.launch.rendezvous import Store
+
+BEAT_SECONDS = 2.0
+SILENCE_SECONDS = 20.0
+"""How long a rank may be silent. Its thread needs the interpreter lock now and then, so a pause of seconds says nothing."""
+
+
+class Pulse:
+    """One rank's signs of life and, on rank 0, the watch over everyone else's.
+
+    A rank that is killed cannot say so. Its parent notices on the same machine; over machines nobody would until a
+    collective times out, and then without a name.
+
+    Args:
+        rank: Of this process.
+        world_size: Number of ranks.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(self, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rank, self._clock = rank, clock
+        self._next = clock()
+        self._others = range(1, world_size) if rank == 0 else ()
+        self._heard: dict[int, tuple[int, float]] = {}
+
+    def beat(self, store: Store) -> int | None:
+        """Gives a sign of life when one is due; on rank 0 returns a rank that has been silent for too long, if any."""
+        now = self._clock()
+        if now < self._next:
+            return None
+        self._next = now + BEAT_SECONDS
+        store.add(f"alive/{self._rank}", 1)
+        for rank in self._others:
+            count = store.add(f"alive/{rank}", 0)
+            known, since = self._heard.get(rank, (-1, now))
+            if count != known:
+                self._heard[rank] = (count, now)
+            elif count and now - since > SILENCE_SECONDS and not store.check([f"done/{rank}"]):
+                return rank
+        return None

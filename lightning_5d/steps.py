@@ -1,0 +1,226 @@
+"""What happens in a step: the hooks of all axes around the user's own methods, in a fixed order."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_5d.batches import check_same_batch
+from lightning_5d.checkpoint.lightning_state import WholeCheckpoints
+from lightning_5d.communication import MeshCommunication
+from lightning_5d.gradients import global_norm, scale_gradients
+from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_loss
+from lightning_5d.parallelism import Parallelized
+from lightning_5d.random_streams import step_stream
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
+    """A Lightning strategy whose steps run under any number of axes.
+
+    Attributes:
+        parallelized: The axes at work on the connected module, outermost first; empty until it has been set up.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parallelized: list[Parallelized] = []
+        self._accumulating = False
+        self._window = LossWindow()
+        self._weight: float | None = None
+        self._agreed: tuple[str, int] | None = None
+        self._uneven_prediction = False
+        self._evaluation = ExitStack()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._check_agreement(batch, "training")
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.connected_module
+        self._weight = None
+        for applied in self.parallelized:
+            applied.begin_microbatch(last=not self._accumulating)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            output: Any = module.training_step(*args, **kwargs)
+            if module.automatic_optimization:
+                check_returned(output, self.global_rank, self.world_size)
+            self._weight = weight_of(output)
+            if self._weight == 0.0:
+                output = {**output, "loss": zero_like_loss(output["loss"])}
+            return output
+
+        return self._run(step, self.precision_plugin.train_step_context(), args, kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_agreement(args[0], "validation", *args[1:3])
+        return self._run(self.connected_module.validation_step, self.precision_plugin.val_step_context(), args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_agreement(args[0], "test", *args[1:3])
+        return self._run(self.connected_module.test_step, self.precision_plugin.test_step_context(), args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_agreement(args[0], "prediction", *args[1:3])
+        return self._run(self.connected_module.predict_step, self.precision_plugin.predict_step_context(), args, kwargs)
+
+    def _run(
+        self,
+        step: Callable[..., Any],
+        precision: AbstractContextManager[None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """One call of a user's step, inside the contexts and calls of all axes (the first plugin outermost)."""
+        with ExitStack() as contexts:
+            contexts.enter_context(precision)
+            trainer = self.connected_module.trainer
+            contexts.enter_context(step_stream(trainer, self.mesh, self.root_device, args[1:]))
+            for applied in self.parallelized:
+                contexts.enter_context(applied.step_context())
+            batch, *rest = args or (None,)
+            for applied in self.parallelized:
+                batch = applied.shard_batch(batch)
+            call = step
+            for applied in reversed(self.parallelized):
+                call = partial(_called_by, applied, call)
+            return call(*((batch, *rest) if args else ()), **kwargs)
+
+    def _check_agreement(self, batch: Any, what: str, *indices: Any) -> None:
+        """On the first batch of an epoch, ranks that must hold the same batch compare theirs."""
+        if self.mesh.replica_group is None:
+            return
+        if what == "training":
+            epoch = self.connected_module.trainer.current_epoch
+            if self._agreed == (what, epoch):
+                return
+            self._agreed = (what, epoch)
+        elif indices and indices[0] != 0:
+            return
+        check_same_batch(batch, self.mesh, self.root_device, f"the first {what} batch")
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module, precision = self.connected_module, self.precision_plugin
+        self.pre_backward(closure_loss)
+        loss = precision.pre_backward(closure_loss, module)
+        if module.automatic_optimization:
+            factor = self._window.scale(self._weight, self.mesh.data_group, self.root_device)
+            loss = loss if factor == 1.0 else loss * factor
+        for applied in self.parallelized:
+            loss = applied.before_backward(loss)
+        precision.backward(loss, module, optimizer, *args, **kwargs)
+        for applied in self.parallelized:
+            applied.after_backward()
+        closure_loss = precision.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def finalize_gradients(self, optimizer: Any) -> None:
+        """Makes gradients final: called once per optimizer step, before hooks, clipping and the step."""
+        module = self.connected_module
+        if module.automatic_optimization:
+            planned, batches = module.trainer.accumulate_grad_batches, module.trainer.num_training_batches
+            factor = self._window.correction(planned, self.mesh.data_group, self.root_device, batches)
+            if factor != 1.0:
+                scale_gradients(module.parameters(), factor)
+        for applied in self.parallelized:
+            applied.finalize_gradients()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        for applied in self.parallelized:
+            applied.after_optimizer_step()
+        return result
+
+    def parameters_will_change(self) -> None:
+        """Called by the precision plugin between the last hook on gradients and the step itself."""
+        for applied in self.parallelized:
+            applied.before_optimizer_step()
+
+    def gradient_norm(self, parameters: Sequence[Tensor] | None = None, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients over all axes, the same number on every rank; every rank calls it.
+
+        Args:
+            parameters: The parameters whose gradients count; all of the module's if ``None``.
+            norm_type: The p of the p-norm, ``inf`` included.
+        """
+        chosen = list(self.connected_module.parameters()) if parameters is None else parameters
+        return global_norm(chosen, self.mesh, norm_type, self._gradient_axes)
+
+    def _gradient_axes(self, parameter: nn.Parameter) -> list[str]:
+        return [axis for applied in self.parallelized for axis in applied.gradient_axes(parameter)]
+
+    @override
+    def on_validation_start(self) -> None:
+        self._enter_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._evaluation.close()
+
+    @override
+    def on_test_start(self) -> None:
+        self._enter_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._evaluation.close()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._enter_evaluation(uneven=self._uneven_prediction)
+
+    @override
+    def on_predict_end(self) -> None:
+        self._evaluation.close()
+        self._uneven_prediction = False
+
+    def _enter_evaluation(self, uneven: bool = False) -> None:
+        for applied in self.parallelized:
+            self._evaluation.enter_context(applied.evaluation_context(uneven=uneven))
+
+    @contextmanager
+    def unsharded(self) -> Generator[None, None, None]:
+        """A context in which the module's parameters are whole on every rank; all ranks enter it together.
+
+        For generation, export or inspection in callbacks: calling the module needs no communication inside.
+        """
+        with ExitStack() as contexts:
+            for applied in self.parallelized:
+                contexts.enter_context(applied.unsharded())
+            yield
+
+
+def _called_by(applied: Parallelized, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return applied.call(step, args, kwargs)

@@ -1,0 +1,89 @@
+"""What a rank holds at each stage, counted in bytes of live storage."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_5d.data_parallel import ShardOptions
+from tests.data_parallel.training import inputs, make, mesh_engine
+
+TRAINED = sum(p.numel() * 4 for p in make("Net").parameters())
+
+
+def _bytes(tensors) -> int:
+    """Bytes of memory behind tensors, each piece counted once; freed storages count nothing."""
+    seen = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        seen[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
+    return sum(seen.values())
+
+
+def _held(rank: int, stage: int) -> dict[str, int]:
+    module: nn.Module = make("Net")
+    engine = mesh_engine(module, 2, 1, ShardOptions(stage=stage))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    for step in range(2):
+        engine.begin(last=True)
+        module.loss(inputs(step, 0, rank), rank).backward()
+        engine.wait()
+        optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    held = {
+        "sharded parameters": _bytes(module.parameters()),
+        "gradients": _bytes(p.grad for p in module.parameters()),
+        "optimizer": _bytes(states),
+        "full parameters": 0,
+    }
+    if stage:
+        full = [p._unsharded_param for group in engine.groups for p in group.fsdp_params]
+        held["full parameters"] = _bytes(full)
+    engine.close()
+    return held
+
+
+@pytest.mark.parametrize(
+    ("stage", "full_parameters", "sharded", "gradients", "optimizer"),
+    [(0, 0, 1.0, 1.0, 2.0), (1, 1.0, 0.5, 0.5, 1.0), (2, 1.0, 0.5, 0.5, 1.0), (3, 0, 0.5, 0.5, 1.0)],
+)
+def test_a_rank_of_two_holds_what_its_stage_says(ranks, stage, full_parameters, sharded, gradients, optimizer):
+    """In units of the parameters' bytes, between steps; padding and whole pages allow for a few per cent."""
+    for held in ranks(2, _held, stage, timeout=40):
+        # Shards are padded to a multiple of the ranks, and sharded gradients live in whole pages per block.
+        assert held["sharded parameters"] / TRAINED == pytest.approx(sharded, rel=0.15)
+        assert held["optimizer"] / TRAINED == pytest.approx(optimizer, rel=0.15)
+        pages = 4 * 4096 / TRAINED if stage else 0
+        assert gradients * 0.95 <= held["gradients"] / TRAINED <= gradients * 1.15 + pages
+        assert held["full parameters"] / TRAINED == pytest.approx(full_parameters, rel=0.15)
+
+
+def _peaks(rank: int, stage: int) -> int:
+    """The most bytes of full parameters alive at once, seen at every block's forward and backward."""
+    module = make("Net")
+    engine = mesh_engine(module, 2, 1, ShardOptions(stage=stage))
+    peak = 0
+
+    def look(*_) -> None:
+        nonlocal peak
+        full = [getattr(p, "_unsharded_param", None) for group in engine.groups for p in group.fsdp_params]
+        peak = max(peak, _bytes(p for p in full if p is not None))
+
+    for block in module.blocks:
+        block.down.register_forward_hook(look)
+        block.down.register_full_backward_hook(look)
+    engine.begin(last=True)
+    module.loss(inputs(0, 0, rank), rank).backward()
+    engine.wait()
+    engine.close()
+    return peak
+
+
+def test_stage_3_has_one_block_and_the_root_in_full_at_a_time(ranks):
+    module = make("Net")
+    block = sum(p.numel() * 4 for p in module.blocks[0].parameters())
+    root = TRAINED - 3 * block
+    for peak in ranks(2, _peaks, 3, timeout=40):
+        assert peak <= 1.15 * (root + block)
+    for peak in ranks(2, _peaks, 2, timeout=40):
+        assert peak >= TRAINED
