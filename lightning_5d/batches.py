@@ -6,12 +6,14 @@ import hashlib
 import os
 from collections.abc import Iterator, Sized
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -20,6 +22,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_5d.initialization import module_seed, run_seed
 from lightning_5d.mesh import DATA_AXES, ParallelMesh
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 def batch_digest(batch: Any) -> int:
@@ -179,6 +184,32 @@ def even_loader(loader: Any, mesh: ParallelMesh, device: torch.device, *, predic
         )
         return EvenLoader(loader, group, device, min(lengths)), False
     return loader, False
+
+
+def leave_out_seen(trainer: pl.Trainer) -> None:
+    """After a resume in the middle of an epoch: reads and drops the batches that were trained on before the break.
+
+    Lightning counts them but begins the epoch's data again. Loaders that save their own position are left alone.
+
+    Args:
+        trainer: The Trainer, at the start of training, with the first epoch's iterator made.
+    """
+    # Checked with lightning 2.6.6, whose loops are not public in this detail.
+    loop = trainer.fit_loop
+    progress, fetcher = loop.epoch_loop.batch_progress, loop._data_fetcher
+    seen = getattr(progress.current, "processed", 0)
+    if not loop.restarting or progress.is_last_batch or not 0 < seen < trainer.num_training_batches:
+        return
+    if fetcher is None or isinstance(fetcher, _DataLoaderIterDataFetcher):
+        return
+    if all(isinstance(loader, _Stateful) for loader in fetcher.combined_loader.flattened):
+        return
+    for loader in fetcher.combined_loader.flattened:
+        _set_sampler_epoch(loader, trainer.current_epoch)
+    iter(fetcher)  # the order of the epoch, which the iterator made before did not know of
+    for _ in range(seen):
+        next(fetcher)
+    fetcher.fetched -= seen  # the loop adds them
 
 
 def _samples(loader: Any) -> int | None:

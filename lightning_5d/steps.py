@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_5d.batches import check_same_batch
+from lightning_5d.batches import check_same_batch, leave_out_seen
 from lightning_5d.checkpoint.lightning_state import WholeCheckpoints
 from lightning_5d.communication import MeshCommunication
 from lightning_5d.gradients import global_norm, scale_gradients
-from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_loss
+from lightning_5d.loss import LossWindow, weight_of, zero_like_loss
 from lightning_5d.parallelism import Parallelized
 from lightning_5d.random_streams import step_stream
 
@@ -42,6 +42,10 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         self._evaluation = ExitStack()
 
     @override
+    def on_train_start(self) -> None:
+        leave_out_seen(self.connected_module.trainer)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._check_agreement(batch, "training")
 
@@ -54,8 +58,6 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
 
         def step(*args: Any, **kwargs: Any) -> Any:
             output: Any = module.training_step(*args, **kwargs)
-            if module.automatic_optimization:
-                check_returned(output, self.global_rank, self.world_size)
             self._weight = weight_of(output)
             if self._weight == 0.0:
                 output = {**output, "loss": zero_like_loss(output["loss"])}

@@ -165,7 +165,7 @@ def test_73_groups_keep_their_members_rates_and_decay_also_when_one_is_empty(
     ranks(3, _grouped, stage, 3, "first", str(tmp_path), **TRAINER)
     for facts, weights in ranks(2, _grouped, stage, 2, "second", str(tmp_path), **TRAINER):
         assert facts == one[0]
-        assert [fact[0] for fact in facts] == [9, 0, 10] or sum(fact[0] for fact in facts) == len(weights)
+        assert [fact[0] for fact in facts] == [6, 0, 8]
         assert [fact[1] for fact in facts] == pytest.approx([0.0025, 0.3, 0.0002])
         torch.testing.assert_close(weights, one[1], rtol=1e-4, atol=1e-5)
 
