@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from lightning_5d.initialization import module_seed, run_seed
 from lightning_5d.mesh import DATA_AXES, ParallelMesh
 
 
@@ -189,8 +190,13 @@ def _samples(loader: Any) -> int | None:
 
 
 def _seed_workers(loader: Any, mesh: ParallelMesh) -> None:
-    # Lightning would seed workers by global rank: ranks that must hold the same batch would then augment it differently.
-    if not isinstance(loader, DataLoader) or mesh.replica_group is None:
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
         return
+    data_rank = mesh.rank(*DATA_AXES)
+    # Workers start from a number that the loader draws from the global stream, which is the same on all ranks: data ranks
+    # would all augment alike. The order of samples has a stream of its own.
+    if loader.generator is None:
+        loader.generator = torch.Generator().manual_seed(module_seed(run_seed(), f"workers/{data_rank}"))
+    # Lightning would seed workers by global rank: ranks that must hold the same batch would then augment it differently.
     if int(os.environ.get("PL_SEED_WORKERS", "0")) and loader.worker_init_fn is None:
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=mesh.rank(*DATA_AXES))
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)

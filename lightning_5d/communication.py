@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from lightning_5d.mesh import ParallelMesh
 
 T = TypeVar("T")
+
+PATIENCE_SECONDS = 20.0
+"""How long rank 0 waits for the others where all have to come."""
 
 
 class MeshCommunication(ParallelStrategy, ABC):
@@ -68,6 +73,38 @@ class MeshCommunication(ParallelStrategy, ABC):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         group = self.mesh.data_group if group is None else group
         return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+
+def gather_ranks(where: str) -> None:
+    """Ends once all ranks have come here; every rank calls it, and rank 0 waits for the others.
+
+    A collective that only rank 0 has entered would wait for its whole time limit, half an hour. The other ranks have nothing
+    to do between the last collective and this call that could take them long, so rank 0 need not be patient.
+
+    Args:
+        where: What the ranks have in common here, for the message.
+
+    Raises:
+        MisconfigurationException: On rank 0, if others have not come within `PATIENCE_SECONDS`.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    rank = dist.get_rank()
+    # Checked with torch 2.13: the store of the default group; it is not public.
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"fived/arrivals/{rank}", 1)
+    if rank != 0:
+        return
+    missing = list(range(1, dist.get_world_size()))
+    limit = time.monotonic() + PATIENCE_SECONDS
+    while missing := [other for other in missing if store.add(f"fived/arrivals/{other}", 0) < number]:
+        if time.monotonic() > limit:
+            raise MisconfigurationException(
+                f"Rank 0 has waited {PATIENCE_SECONDS:g} s in {where} for rank {', '.join(map(str, missing[:8]))}"
+                f"{', …' if len(missing) > 8 else ''} of {dist.get_world_size()}. State is collected from all ranks: call"
+                f" {where} on every rank, not under `if trainer.is_global_zero`; only rank 0 writes the file."
+            )
+        time.sleep(0.01)
 
 
 def _reduction(asked: Any) -> tuple[Any, bool]:

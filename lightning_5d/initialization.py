@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_5d.names import plain_name
+
 _BROADCAST_BUCKET_BYTES = 64 * 1024 * 1024
 
 
@@ -88,7 +90,7 @@ def materialize(module: nn.Module, device: torch.device, seed: int | None = None
         if initialize is None:
             orphans += [f"{name}.{key}" if name else key for key in meta]
             continue
-        values = _initial_values(owner, initialize, device, module_seed(seed, name))
+        values = _initial_values(owner, initialize, device, module_seed(seed, plain_name(name)))
         for key, tensor in meta.items():
             if id(tensor) not in filled:
                 filled[id(tensor)] = _placed(values[key], tensor, device)

@@ -11,11 +11,14 @@ gives the factor that gradients are multiplied with before anybody reads them. I
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 
@@ -42,6 +45,20 @@ def weight_of(output: Any) -> float | None:
     return weight
 
 
+def check_returned(output: Any, rank: int, world_size: int) -> None:
+    """Refuses a training step of automatic optimization that returns nothing where others may wait for its gradients.
+
+    Raises:
+        MisconfigurationException: If the step returned ``None`` and there is more than one rank.
+    """
+    if output is None and world_size > 1:
+        raise MisconfigurationException(
+            f"training_step returned None on rank {rank} of {world_size}; ranks that did return a loss would wait for the"
+            ' gradients of this one. To leave a microbatch out, return {"loss": loss, "weight": 0.0} for it and'
+            ' {"loss": loss, "weight": 1.0} for the others.'
+        )
+
+
 def zero_like_loss(loss: Tensor) -> Tensor:
     """A zero with a graph of its own: stands for the loss of a microbatch of weight zero.
 
@@ -58,6 +75,7 @@ class LossWindow:
         self._weight_sum = 0.0
         self._weighted = 0
         self._reference: float | None = None
+        self._warned = False
 
     def scale(self, weight: float | None, group: dist.ProcessGroup, device: torch.device) -> float:
         """The factor for the backward of the next microbatch, counted in; all data ranks call it together.
@@ -88,13 +106,16 @@ class LossWindow:
             self._reference = float(total[0] / total[1]) or 1.0
         return weight / self._reference
 
-    def correction(self, planned: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    def correction(
+        self, planned: int, group: dist.ProcessGroup, device: torch.device, batches: float = math.inf
+    ) -> float:
         """The factor that gradients of this window still need; ends the window.
 
         Args:
             planned: `accumulate_grad_batches`, by which Lightning has divided every loss (1 if it has not).
             group: The data ranks, over which gradients have been averaged.
             device: Where a collective's tensor may live.
+            batches: Microbatches of an epoch; fewer than planned is warned of once.
 
         Returns:
             The factor; 0 where every weight of the window was 0.
@@ -103,6 +124,12 @@ class LossWindow:
         self.count, self._weighted, self._weight_sum = 0, 0, 0.0
         if not count:
             return 1.0
+        if batches < planned and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"accumulate_grad_batches={planned}, but an epoch has {batches} batches per rank: the optimizer steps at the"
+                f" end of each epoch, with the mean over {batches}. Use at most accumulate_grad_batches={batches}."
+            )
         if not weighted:
             return planned / count
         # Gradients now hold 1/(ranks * planned) * sum(w/reference * dL); wanted is sum(w * dL) / sum(w).

@@ -16,8 +16,9 @@ from lightning_5d.batches import check_same_batch
 from lightning_5d.checkpoint.lightning_state import WholeCheckpoints
 from lightning_5d.communication import MeshCommunication
 from lightning_5d.gradients import global_norm, scale_gradients
-from lightning_5d.loss import LossWindow, weight_of, zero_like_loss
+from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_loss
 from lightning_5d.parallelism import Parallelized
+from lightning_5d.random_streams import step_stream
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -53,6 +54,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
 
         def step(*args: Any, **kwargs: Any) -> Any:
             output: Any = module.training_step(*args, **kwargs)
+            if module.automatic_optimization:
+                check_returned(output, self.global_rank, self.world_size)
             self._weight = weight_of(output)
             if self._weight == 0.0:
                 output = {**output, "loss": zero_like_loss(output["loss"])}
@@ -85,6 +88,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         """One call of a user's step, inside the contexts and calls of all axes (the first plugin outermost)."""
         with ExitStack() as contexts:
             contexts.enter_context(precision)
+            trainer = self.connected_module.trainer
+            contexts.enter_context(step_stream(trainer, self.mesh, self.root_device, args[1:]))
             for applied in self.parallelized:
                 contexts.enter_context(applied.step_context())
             batch, *rest = args or (None,)
@@ -138,8 +143,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         """Makes gradients final: called once per optimizer step, before hooks, clipping and the step."""
         module = self.connected_module
         if module.automatic_optimization:
-            planned = module.trainer.accumulate_grad_batches
-            factor = self._window.correction(planned, self.mesh.data_group, self.root_device)
+            planned, batches = module.trainer.accumulate_grad_batches, module.trainer.num_training_batches
+            factor = self._window.correction(planned, self.mesh.data_group, self.root_device, batches)
             if factor != 1.0:
                 scale_gradients(module.parameters(), factor)
         for applied in self.parallelized:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_5d.names import plain_name
+
 
 def gather(state: Any, *, keep: bool) -> Any:
     """Whole tensors from sharded ones, on the CPU; every rank calls it with the same structure.
@@ -51,18 +53,23 @@ def place_like(value: Tensor, like: Tensor) -> Tensor:
 def place_module_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     """A module's whole state dict cut to this rank's shards, ready for ``module.load_state_dict``.
 
-    Shapes that do not fit are passed through whole, so that ``load_state_dict`` names them as it always does.
+    Blocks may be wrapped (compiled, checkpointed) here and not where the state comes from, or the reverse. Shapes that do not fit are passed through whole, so that ``load_state_dict`` names them as it always does.
     """
-    targets: dict[str, Tensor] = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers()),
-    }
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+    targets = {plain_name(name): tensor for name, tensor in named}
+    wrapped = {plain_name(key): key for key in module.state_dict()}
     placed: dict[str, Any] = {}
     for key, value in state.items():
-        like = targets.get(key)
+        plain = plain_name(key)
+        like = targets.get(plain)
         fits = isinstance(value, Tensor) and like is not None and value.shape == like.shape
-        placed[key] = place_like(value, like) if fits and like is not None else value
+        placed[wrapped.get(plain, key)] = place_like(value, like) if fits and like is not None else value
     return placed
+
+
+def with_plain_names(state: Mapping[str, Any]) -> Any:
+    """A module's state dict under the names its entries have when nothing is wrapped."""
+    return _like_mapping(state, {plain_name(key): value for key, value in state.items()})
 
 
 def place_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -84,14 +91,15 @@ def place_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dic
     for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         parameters.update(zip(saved_group["params"], group["params"], strict=True))
     placed = {
-        index: {key: _place_entry(value, parameters[index]) for key, value in entries.items()}
+        index: {key: _place_entry(key, value, parameters[index]) for key, value in entries.items()}
         for index, entries in state["state"].items()
     }
     return {**state, "state": placed}
 
 
-def _place_entry(value: Any, parameter: Tensor) -> Any:
-    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+def _place_entry(key: str, value: Any, parameter: Tensor) -> Any:
+    # A scalar parameter's moments have the shape of a step count, which torch's optimizers always call "step".
+    if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
         return place_like(value, parameter)
     return value
 

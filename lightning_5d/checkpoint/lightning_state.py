@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_5d.checkpoint.full_state import gather, place_module_state, place_optimizer_state
+from lightning_5d.checkpoint.full_state import gather, place_module_state, place_optimizer_state, with_plain_names
+from lightning_5d.checkpoint.plain import plain_containers
+from lightning_5d.communication import gather_ranks
 
 
 class WholeCheckpoints(ParallelStrategy, ABC):
@@ -36,7 +39,9 @@ class WholeCheckpoints(ParallelStrategy, ABC):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = gather(self.connected_module.state_dict(), keep=self.is_global_zero)
+        gather_ranks("save_checkpoint")
+        named = with_plain_names(self.connected_module.state_dict())
+        state: dict[str, Any] = gather(named, keep=self.is_global_zero)
         return state
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -53,6 +58,10 @@ class WholeCheckpoints(ParallelStrategy, ABC):
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state: dict[str, Any] = gather(inner.state_dict(), keep=self.is_global_zero)
         return state
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        super().save_checkpoint(plain_containers(checkpoint), filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
