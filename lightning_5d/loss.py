@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -42,6 +43,20 @@ def weight_of(output: Any) -> float | None:
     if not 0 <= weight < float("inf"):
         raise ValueError(f"`weight` is {weight}; it must be finite and not negative (the number of tokens, usually).")
     return weight
+
+
+def check_returned(output: Any, rank: int, world_size: int) -> None:
+    """Refuses a training step of automatic optimization that returns nothing where others may wait for its gradients.
+
+    Raises:
+        MisconfigurationException: If the step returned ``None`` and there is more than one rank.
+    """
+    if output is None and world_size > 1:
+        raise MisconfigurationException(
+            f"training_step returned None on rank {rank} of {world_size}; ranks that did return a loss would wait for the"
+            ' gradients of this one. To leave a microbatch out, return {"loss": loss, "weight": 0.0} for it and'
+            ' {"loss": loss, "weight": 1.0} for the others.'
+        )
 
 
 def zero_like_loss(loss: Tensor) -> Tensor:

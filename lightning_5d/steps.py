@@ -16,7 +16,7 @@ from lightning_5d.batches import check_same_batch, leave_out_seen
 from lightning_5d.checkpoint.lightning_state import WholeCheckpoints
 from lightning_5d.communication import MeshCommunication
 from lightning_5d.gradients import global_norm, scale_gradients
-from lightning_5d.loss import LossWindow, weight_of, zero_like_loss
+from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_loss
 from lightning_5d.parallelism import Parallelized
 from lightning_5d.random_streams import step_stream
 
@@ -58,6 +58,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
 
         def step(*args: Any, **kwargs: Any) -> Any:
             output: Any = module.training_step(*args, **kwargs)
+            if module.automatic_optimization:
+                check_returned(output, self.global_rank, self.world_size)
             self._weight = weight_of(output)
             if self._weight == 0.0:
                 output = {**output, "loss": zero_like_loss(output["loss"])}

@@ -168,9 +168,9 @@ def _silent(rank: int, stage: int, ranks: int, how: str, accumulate: int) -> Non
 @pytest.mark.parametrize(
     ("how", "says", "stage", "accumulate"),
     [
-        ("none", "returning None in distributed training is not supported", 0, 1),
-        ("none", "returning None in distributed training is not supported", 1, 2),
-        ("none", "returning None in distributed training is not supported", 3, 1),
+        ("none", "training_step returned None on rank 1 of 2", 0, 1),
+        ("none", "training_step returned None on rank 1 of 2", 1, 2),
+        ("none", "training_step returned None on rank 1 of 2", 3, 1),
         ("constant", "does not require grad", 0, 2),
         ("constant", "does not require grad", 2, 1),
     ],
