@@ -65,3 +65,8 @@ def test_verify_notices_a_wrong_gradient(ranks: RankPool) -> None:
     results = ranks(2, _verify, 2, ZeRO(stage=1), _Biased, 1, None, **SEPARATE)
     assert not results[0].passed
     assert "FAIL" in results[0].table()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloaded_state_trains_like_one_process(ranks: RankPool, stage: int) -> None:
+    check(ranks(2, _verify, 2, ZeRO(stage=stage, offload="cpu"), tiny, 2, 0.5, **SEPARATE))
