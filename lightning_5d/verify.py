@@ -355,7 +355,8 @@ def _run_reference(
 ) -> Recording:
     steps = [list(batches[i : i + per_step]) for i in range(0, len(batches), per_step)]
     recorder = _Recorder()
-    device = torch.device("cpu") if common["accelerator"] == "cpu" else torch.device(common["accelerator"], 0)
+    found = torch.accelerator.current_accelerator() if common["accelerator"] != "cpu" else None
+    device = torch.device("cpu") if found is None else torch.device(found.type, 0)
     trainer = _trainer(common, strategy=_OneBigBatch(device), devices=1, callbacks=[recorder])
     trainer.fit(module, DataLoader(_Listed(steps), batch_size=None))
     return recorder.recording
