@@ -123,7 +123,8 @@ def main() -> None:
             report["error"] = str(error)
     if options.then == "raise" and one.global_rank == 1:
         raise ValueError("after training")
-    print("REPORT", json.dumps(report), flush=True)
+    sys.stdout.write(f"REPORT {json.dumps(report)}\n")  # one write: ranks share the file
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
