@@ -387,6 +387,9 @@ def _shard_with_fsdp2(
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=not gloo)
         shard_axis, replicate_axis = _roles(mesh, axes)
     scalars = [param for param in module.parameters() if param.ndim == 0]
+    for param in module.parameters():
+        if not param.is_contiguous():  # channels_last, for one: FSDP2 refuses it; values stay the same
+            param.data = param.data.contiguous()
     for block in cuts.modules:
         apply(block, **settings, ignored_params=cuts.left_to_root | set(scalars))
     if options.stage != 0:
