@@ -272,6 +272,9 @@ class ExchangingParamGroup(RecordingParamGroup):
             compute_dtype = param.param_dtype or param.orig_dtype
             by_dtype.setdefault((param.reduce_dtype or compute_dtype, compute_dtype), []).append(index)
         for position, ((reduce_dtype, compute_dtype), indices) in enumerate(by_dtype.items()):
+            indices = [index for index in indices if self.fsdp_params[index]._orig_size.numel()]
+            if not indices:
+                continue
             params = [self.fsdp_params[index] for index in indices]
             present = [
                 grad if (grad := grads[index]) is not None else torch.zeros(param._orig_size, dtype=compute_dtype)
