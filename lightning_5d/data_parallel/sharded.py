@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -15,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_5d.data_parallel.compatibility import sharded_optimizer_problems
 from lightning_5d.data_parallel.engine import Engine, ShardedEngine, ShardOptions, shard
 from lightning_5d.data_parallel.param_group import state_of
 from lightning_5d.parallelism import Parallelized, Problem
@@ -95,17 +95,7 @@ class ShardedData(Parallelized):
 
     @override
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
-        if self._root is None:
-            return []
-        return [
-            Problem(
-                f"{type(optimizer).__name__} works on all gradients as one vector, which ZeRO stage"
-                f" {self.engine.options.stage} spreads over the data ranks.",
-                "Use ZeRO(stage=0), or another optimizer.",
-            )
-            for optimizer in optimizers
-            if isinstance(optimizer, torch.optim.LBFGS)
-        ]
+        return [] if self._root is None else sharded_optimizer_problems(optimizers, self.engine.options.stage)
 
     @override
     def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
