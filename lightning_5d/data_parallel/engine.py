@@ -226,6 +226,15 @@ class ShardedEngine(Engine):
         self._depth = 0
         self._reshard()
 
+    def hold_through_backward(self, hold: bool) -> None:
+        """Whether parameters that a backward uses stay whole until `wait`: it may itself be differentiated.
+
+        A gradient penalty is such a backward, inside the step: the step's own backward then goes through products with
+        the same full parameters, in whatever order.
+        """
+        for group in self.groups:
+            group.holding = hold
+
     def mirror_requires_grad(self) -> None:
         """Gives full parameters that exist the `requires_grad` of their sharded ones, outside the usual gather."""
         for group in self.groups:
@@ -307,6 +316,7 @@ class ShardedEngine(Engine):
             return
         for group in self.groups:
             group.discard_arrival()  # gathered ahead, before what is about to change
+            group.pinned = False
             group._to_sharded()  # type: ignore[no-untyped-call]
         if self._scalars is not None:
             self._scalars.to_sharded()

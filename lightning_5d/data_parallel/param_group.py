@@ -80,6 +80,8 @@ class RecordingParamGroup(FSDPParamGroup):
     used: set[int]
     fresh: set[int]
     reductions: int
+    holding: bool
+    pinned: bool
 
     # Parameters that a validation in inference mode makes must still be good for training.
     @override
@@ -91,6 +93,16 @@ class RecordingParamGroup(FSDPParamGroup):
     def wait_for_unshard(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             super().wait_for_unshard()
+
+    @override
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        self.pinned |= self.holding
+        super().pre_backward(default_prefetch, *unused)
+
+    @override
+    def reshard(self) -> None:
+        if not self.pinned:
+            super().reshard()
 
     @override
     def post_backward(self, *unused: Any) -> None:
@@ -331,6 +343,7 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
     for group in groups:
         own_gather = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
         group.used, group.fresh, group.reductions = set(), set(), 0
+        group.holding = group.pinned = False
         if exchange is None or own_gather:
             group.__class__ = RecordingParamGroup
             group.reduce_scatter_unused_params = True

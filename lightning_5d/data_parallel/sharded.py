@@ -53,6 +53,7 @@ class ShardedData(Parallelized):
             return step(*args, **kwargs)
         args, kwargs = self._enter(args, kwargs)
         self._in_step = True
+        self._hold(True)
         try:
             with _hooks_aside(self._module, self._root):
                 output = step(*args, **kwargs)
@@ -60,6 +61,7 @@ class ShardedData(Parallelized):
                 output = self._leave(output)
         finally:
             self._in_step = False
+            self._hold(False)
         return output
 
     # [Note: backward inside the step]
@@ -69,6 +71,7 @@ class ShardedData(Parallelized):
     # values.
     @override
     def before_backward(self, loss: Tensor) -> Tensor:
+        self._hold(False)
         if not self._in_step or not self._open:
             return loss
         left: Tensor = self._leave(loss)
@@ -77,6 +80,7 @@ class ShardedData(Parallelized):
     @override
     def after_backward(self) -> None:
         self.engine.wait()
+        self._hold(self._in_step)
         self._reopen()
 
     @override
@@ -118,6 +122,10 @@ class ShardedData(Parallelized):
             return args, kwargs
         entered: tuple[tuple[Any, ...], dict[str, Any]] = self._root._pre_forward(self._module, args, kwargs)
         return entered
+
+    def _hold(self, hold: bool) -> None:
+        if isinstance(self.engine, ShardedEngine):
+            self.engine.hold_through_backward(hold)
 
     def _reshard(self) -> None:
         if isinstance(self.engine, ShardedEngine):
