@@ -317,7 +317,7 @@ class ShardedEngine(Engine):
         for group in self.groups:
             group.discard_arrival()  # gathered ahead, before what is about to change
             group.pinned = False
-            group._to_sharded()  # type: ignore[no-untyped-call]
+            group._to_sharded()
         if self._scalars is not None:
             self._scalars.to_sharded()
 

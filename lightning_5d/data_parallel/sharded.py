@@ -42,6 +42,10 @@ class ShardedData(Parallelized):
         self._root_holds_parameters = any(True for _ in module.parameters(recurse=False))
         if self._root is not None and not getattr(module, "automatic_optimization", True):
             _mirror_toggling(module, self.engine)
+        if isinstance(self.engine, ShardedEngine):
+            for group in self.engine.groups:
+                # Steps by hand limit weights between their optimizers' steps, often through `.data`.
+                group.compare_all = not getattr(module, "automatic_optimization", True)
 
     # [Note: the step as the root's forward]
     # FSDP2 gathers the root's parameters before the root's forward and hooks the root's output for backward. The step takes
