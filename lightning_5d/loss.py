@@ -77,6 +77,10 @@ class LossWindow:
         self._reference: float | None = None
         self._warned = False
 
+    def restart(self) -> None:
+        """Forgets microbatches whose gradients were not used."""
+        self.count, self._weighted, self._weight_sum = 0, 0, 0.0
+
     def scale(self, weight: float | None, group: dist.ProcessGroup, device: torch.device) -> float:
         """The factor for the backward of the next microbatch, counted in; all data ranks call it together.
 
@@ -121,7 +125,7 @@ class LossWindow:
             The factor; 0 where every weight of the window was 0.
         """
         count, weighted, weight_sum = self.count, self._weighted, self._weight_sum
-        self.count, self._weighted, self._weight_sum = 0, 0, 0.0
+        self.restart()
         if not count:
             return 1.0
         if batches < planned and not self._warned:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,7 +63,12 @@ class FiveDPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module if self.weights_dtype == torch.float32 else module.to(self.weights_dtype)
+        if self.weights_dtype == torch.float32:
+            return module
+        # `module.to(dtype)` would take the imaginary part off complex tensors.
+        convert = partial(_to_dtype, dtype=self.weights_dtype)
+        converted: nn.Module = module._apply(convert)  # type: ignore[no-untyped-call]
+        return converted
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -127,6 +133,10 @@ def fived_precision(plugin: Precision) -> tuple[FiveDPrecision, list[Problem]]:
         return FiveDPrecision(precision), []
     what = f"precision={precision!r} is not available under FiveD."
     return FiveDPrecision(), [Problem(what, f"Use one of {', '.join(PRECISIONS)}.")]
+
+
+def _to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @contextmanager

@@ -53,6 +53,10 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.connected_module
         self._weight = None
+        trainer = module.trainer
+        if module.automatic_optimization and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            # Where Lightning clears gradients; an `optimizer_step` of the user's may have left the last ones unused.
+            self._window.restart()
         for applied in self.parallelized:
             applied.begin_microbatch(last=not self._accumulating)
 

@@ -29,7 +29,8 @@ def gather(state: Any, *, keep: bool) -> Any:
         The same structure without any `DTensor`.
     """
     if isinstance(state, DTensor):
-        whole = state.full_tensor()
+        # Checked with torch 2.13: without elements, `full_tensor` fails where the ranks do not divide the first dimension.
+        whole = state.full_tensor() if state.numel() else torch.empty(state.shape, dtype=state.dtype)
         return whole.detach().cpu() if keep else whole.detach().to("meta")
     if isinstance(state, Tensor):
         # A copy: the file must not change when training goes on while it is written.

@@ -226,6 +226,15 @@ class ShardedEngine(Engine):
         self._depth = 0
         self._reshard()
 
+    def hold_through_backward(self, hold: bool) -> None:
+        """Whether parameters that a backward uses stay whole until `wait`: it may itself be differentiated.
+
+        A gradient penalty is such a backward, inside the step: the step's own backward then goes through products with
+        the same full parameters, in whatever order.
+        """
+        for group in self.groups:
+            group.holding = hold
+
     def mirror_requires_grad(self) -> None:
         """Gives full parameters that exist the `requires_grad` of their sharded ones, outside the usual gather."""
         for group in self.groups:
@@ -307,7 +316,8 @@ class ShardedEngine(Engine):
             return
         for group in self.groups:
             group.discard_arrival()  # gathered ahead, before what is about to change
-            group._to_sharded()  # type: ignore[no-untyped-call]
+            group.pinned = False
+            group._to_sharded()
         if self._scalars is not None:
             self._scalars.to_sharded()
 
@@ -387,6 +397,9 @@ def _shard_with_fsdp2(
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=not gloo)
         shard_axis, replicate_axis = _roles(mesh, axes)
     scalars = [param for param in module.parameters() if param.ndim == 0]
+    for param in module.parameters():
+        if not param.is_contiguous():  # channels_last, for one: FSDP2 refuses it; values stay the same
+            param.data = param.data.contiguous()
     for block in cuts.modules:
         apply(block, **settings, ignored_params=cuts.left_to_root | set(scalars))
     if options.stage != 0:

@@ -80,6 +80,10 @@ class RecordingParamGroup(FSDPParamGroup):
     used: set[int]
     fresh: set[int]
     reductions: int
+    holding: bool
+    pinned: bool
+    compare_all: bool
+    _full_versions: list[int]
 
     # Parameters that a validation in inference mode makes must still be good for training.
     @override
@@ -93,6 +97,16 @@ class RecordingParamGroup(FSDPParamGroup):
             super().wait_for_unshard()
 
     @override
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        self.pinned |= self.holding
+        super().pre_backward(default_prefetch, *unused)
+
+    @override
+    def reshard(self) -> None:
+        if not self.pinned:
+            super().reshard()
+
+    @override
     def post_backward(self, *unused: Any) -> None:
         self.record()
         super().post_backward(*unused)
@@ -104,6 +118,20 @@ class RecordingParamGroup(FSDPParamGroup):
                 self.used.add(index)
             if param.sharded_param.grad is None and not self.reductions:
                 self.fresh.add(index)
+
+    # Writes to full parameters #
+    @override
+    def _to_unsharded(self) -> None:
+        super()._to_unsharded()  # type: ignore[no-untyped-call]
+        self._full_versions = [param._unsharded_param._version for param in self.fsdp_params]
+
+    @override
+    def _to_sharded(self) -> None:
+        if self.is_unsharded:
+            with torch.inference_mode(False), torch.no_grad():
+                for param, version in zip(self.fsdp_params, self._full_versions, strict=True):
+                    _keep_writes(param, version, self.compare_all or not param.sharded_param.requires_grad)
+        super()._to_sharded()  # type: ignore[no-untyped-call]
 
     def join_reductions(self, count: int) -> None:
         """Takes part, with zeros, in reductions that other ranks have started and this one has not."""
@@ -159,7 +187,7 @@ class ExchangingParamGroup(RecordingParamGroup):
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return
         if self.exchange.reuse and self._gathered == self._versions():
-            self._to_unsharded()  # type: ignore[no-untyped-call]
+            self._to_unsharded()
             return
         with torch.inference_mode(False), torch.no_grad():
             inputs = [param.all_gather_inputs[0] for param in self.fsdp_params]
@@ -192,7 +220,7 @@ class ExchangingParamGroup(RecordingParamGroup):
             for param in self.fsdp_params:
                 param.init_unsharded_param()  # type: ignore[no-untyped-call]
         self._gathered = self._versions()
-        self._to_unsharded()  # type: ignore[no-untyped-call]
+        self._to_unsharded()
 
     def forget_gathered(self) -> None:
         """The next use gathers, whatever the last one left in memory."""
@@ -275,6 +303,9 @@ class ExchangingParamGroup(RecordingParamGroup):
             compute_dtype = param.param_dtype or param.orig_dtype
             by_dtype.setdefault((param.reduce_dtype or compute_dtype, compute_dtype), []).append(index)
         for position, ((reduce_dtype, compute_dtype), indices) in enumerate(by_dtype.items()):
+            indices = [index for index in indices if self.fsdp_params[index]._orig_size.numel()]
+            if not indices:
+                continue
             params = [self.fsdp_params[index] for index in indices]
             present = [
                 grad if (grad := grads[index]) is not None else torch.zeros(param._orig_size, dtype=compute_dtype)
@@ -331,6 +362,8 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
     for group in groups:
         own_gather = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
         group.used, group.fresh, group.reductions = set(), set(), 0
+        group.holding = group.pinned = group.compare_all = False
+        group._full_versions = []
         if exchange is None or own_gather:
             group.__class__ = RecordingParamGroup
             group.reduce_scatter_unused_params = True
@@ -396,6 +429,26 @@ def _deliver(params: Sequence[FSDPParam], result: torch.Tensor, shard_numels: Se
             param.sharded_param.grad = param.to_sharded_dtensor(grad)
         for hook in (getattr(param.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(param.sharded_param)
+
+
+def _keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
+    """Copies what a step has written to a full parameter (a teacher's average, a limit) to this rank's shard.
+
+    Writes through ``.data`` leave no trace; they are found by comparing values.
+    """
+    if len(param.all_gather_outputs) != 1 or hasattr(param._sharded_local_tensor, "fsdp_post_all_gather"):
+        return
+    full, shard = param._unsharded_param, param.sharded_param._local_tensor  # type: ignore[attr-defined]
+    own = param.all_gather_outputs[0]
+    moved = full.data_ptr() != own.data_ptr() and full.numel() > 0
+    written = moved or full._version != version
+    if shard.numel() and (written or compare):
+        start = param.mesh_info.shard_mesh_rank * -(-full.shape[0] // param.mesh_info.shard_mesh_size)
+        mine = full.detach()[start : start + shard.shape[0]]
+        if written or not torch.equal(mine, shard):
+            shard.copy_(mine)
+    if moved:
+        full.data = torch.as_strided(own, param._orig_size, param._contiguous_orig_stride, storage_offset=0)
 
 
 def _row(tensor: torch.Tensor) -> int:

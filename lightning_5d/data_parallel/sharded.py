@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -15,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_5d.data_parallel.compatibility import sharded_optimizer_problems
 from lightning_5d.data_parallel.engine import Engine, ShardedEngine, ShardOptions, shard
 from lightning_5d.data_parallel.param_group import state_of
 from lightning_5d.parallelism import Parallelized, Problem
@@ -42,6 +42,10 @@ class ShardedData(Parallelized):
         self._root_holds_parameters = any(True for _ in module.parameters(recurse=False))
         if self._root is not None and not getattr(module, "automatic_optimization", True):
             _mirror_toggling(module, self.engine)
+        if isinstance(self.engine, ShardedEngine):
+            for group in self.engine.groups:
+                # Steps by hand limit weights between their optimizers' steps, often through `.data`.
+                group.compare_all = not getattr(module, "automatic_optimization", True)
 
     # [Note: the step as the root's forward]
     # FSDP2 gathers the root's parameters before the root's forward and hooks the root's output for backward. The step takes
@@ -53,6 +57,7 @@ class ShardedData(Parallelized):
             return step(*args, **kwargs)
         args, kwargs = self._enter(args, kwargs)
         self._in_step = True
+        self._hold(True)
         try:
             with _hooks_aside(self._module, self._root):
                 output = step(*args, **kwargs)
@@ -60,6 +65,7 @@ class ShardedData(Parallelized):
                 output = self._leave(output)
         finally:
             self._in_step = False
+            self._hold(False)
         return output
 
     # [Note: backward inside the step]
@@ -69,6 +75,7 @@ class ShardedData(Parallelized):
     # values.
     @override
     def before_backward(self, loss: Tensor) -> Tensor:
+        self._hold(False)
         if not self._in_step or not self._open:
             return loss
         left: Tensor = self._leave(loss)
@@ -77,6 +84,7 @@ class ShardedData(Parallelized):
     @override
     def after_backward(self) -> None:
         self.engine.wait()
+        self._hold(self._in_step)
         self._reopen()
 
     @override
@@ -95,17 +103,7 @@ class ShardedData(Parallelized):
 
     @override
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
-        if self._root is None:
-            return []
-        return [
-            Problem(
-                f"{type(optimizer).__name__} works on all gradients as one vector, which ZeRO stage"
-                f" {self.engine.options.stage} spreads over the data ranks.",
-                "Use ZeRO(stage=0), or another optimizer.",
-            )
-            for optimizer in optimizers
-            if isinstance(optimizer, torch.optim.LBFGS)
-        ]
+        return [] if self._root is None else sharded_optimizer_problems(optimizers, self.engine.options.stage)
 
     @override
     def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
@@ -128,6 +126,10 @@ class ShardedData(Parallelized):
             return args, kwargs
         entered: tuple[tuple[Any, ...], dict[str, Any]] = self._root._pre_forward(self._module, args, kwargs)
         return entered
+
+    def _hold(self, hold: bool) -> None:
+        if isinstance(self.engine, ShardedEngine):
+            self.engine.hold_through_backward(hold)
 
     def _reshard(self) -> None:
         if isinstance(self.engine, ShardedEngine):

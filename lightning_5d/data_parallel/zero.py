@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -86,6 +87,12 @@ class ZeRO(Parallelism):
             problems.append(
                 Problem(f"ZeRO(offload={self.offload!r}) is unknown.", f"Use one of {', '.join(_OFFLOADS)}.")
             )
+        if context.module is not None and not problems:
+            from lightning_5d.data_parallel.compatibility import module_problems
+
+            ranks = math.prod(context.sizes[axis] for axis in DATA_AXES)
+            trainer = getattr(context.module, "_trainer", None)
+            problems += module_problems(context.module, self.stage, ranks, getattr(trainer, "callbacks", ()))
         return problems
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> Parallelized:

@@ -1,0 +1,88 @@
+"""What data parallelism cannot train with the right numbers: found before training, never silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_5d.parallelism import Problem
+
+# Checked with torch 2.13 against one process: every other class of `torch.optim` gives the same numbers on shards.
+_WHOLE_TENSOR = {
+    "LBFGS": "works on all gradients as one vector",
+    "Muon": "orthogonalizes whole matrices",
+    "Adafactor": "takes means over rows and columns of whole matrices",
+    "Rprop": "writes to gradients by a mask, which torch cannot do to a sharded tensor",
+}
+_FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def sharded_optimizer_problems(optimizers: Iterable[Optimizer], stage: int) -> list[Problem]:
+    """Optimizers that need more of a tensor than the shard a rank holds, or kernels that do not know shards."""
+    problems = []
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        reason = next((_WHOLE_TENSOR[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in _WHOLE_TENSOR), None)
+        if reason is not None:
+            what = f"{name} {reason}, and ZeRO stage {stage} spreads them over the data ranks."
+            problems.append(Problem(what, "Use ZeRO(stage=0), or another optimizer."))
+        elif any(group.get("fused") for group in optimizer.param_groups) and not isinstance(
+            optimizer, _FUSED_ON_SHARDS
+        ):
+            what = f"{name}(fused=True) has no kernel for sharded tensors, which ZeRO stage {stage} makes."
+            problems.append(Problem(what, "Leave fused out, or use ZeRO(stage=0); Adam and AdamW may be fused."))
+    return problems
+
+
+def module_problems(module: nn.Module, stage: int, ranks: int, callbacks: Sequence[Callback] = ()) -> list[Problem]:
+    """Parts of a module that would train to other numbers than in one process, or not at all.
+
+    Args:
+        module: The user's module, not yet sharded.
+        stage: The ZeRO stage.
+        ranks: Number of data ranks.
+        callbacks: The Trainer's.
+    """
+    problems = []
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        fix = "Run the module once on a small batch in `setup` or `configure_model`, or give its layers their sizes."
+        problems.append(Problem(f"Parameters of lazy modules have no shape yet: {_listed(lazy)}.", fix))
+    if ranks == 1:
+        return problems
+    for name, child in module.named_modules():
+        if not isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if child.sparse:
+            problems.append(Problem(f"{name} makes sparse gradients, which are not reduced.", "Use sparse=False."))
+        if child.max_norm is not None:
+            what = f"{name} has max_norm={child.max_norm}: its forward changes the weight by each rank's own batch."
+            fix = "Normalize the rows in forward, or limit the weight in `on_train_batch_end`, the same on all ranks."
+            problems.append(Problem(what, fix))
+    if stage > 0:
+        hooked = list(_hooked(module))
+        if hooked:
+            what = f"Hooks on these parameters would be lost when ZeRO stage {stage} shards them: {_listed(hooked)}."
+            fix = "Change gradients in `on_before_optimizer_step`, or use ZeRO(stage=0)."
+            problems.append(Problem(what, fix))
+        for callback in callbacks:
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                what = f"{type(callback).__name__} averages whole parameters, and ZeRO stage {stage} shards them."
+                problems.append(Problem(what, "Use ZeRO(stage=0) with it."))
+    return problems
+
+
+def _hooked(module: nn.Module) -> Iterator[str]:
+    for name, parameter in module.named_parameters():
+        # Checked with torch 2.13: where tensors keep hooks of `register_hook` and of the accumulated gradient.
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield name
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
