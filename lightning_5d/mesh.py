@@ -66,8 +66,8 @@ def resolve_sizes(world_size: int, plugins: Sequence[Parallelism]) -> tuple[dict
             bigger = math.ceil(world_size / taken) * taken
             problems.append(
                 Problem(
-                    f"{world_size} ranks cannot be divided by {written} = {taken}.",
-                    f"A product of {other} works with {world_size} ranks, or use {bigger} ranks.",
+                    f"{world_size} ranks cannot be divided by {written}{f' = {taken}' if len(fixed) > 1 else ''}.",
+                    f"{other} works with {world_size} ranks, or use {bigger} ranks.",
                 )
             )
         else:

@@ -11,7 +11,7 @@ import lightning.pytorch as L
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, MissingMandatoryValue
 
 from lightning_5d.data.corpus import Corpus
 from lightning_5d.mesh import DATA_AXES, resolve_sizes
@@ -40,6 +40,9 @@ def build(group: DictConfig, **arguments: Any) -> Any:
     """
     try:
         return instantiate(group, _convert_="all", **arguments)
+    except MissingMandatoryValue as error:
+        key = str(error.full_key or "").removeprefix("config.")
+        raise ValueError(f"{key} is not set. Give it on the command line: {key}=VALUE.") from None
     except InstantiationException as error:
         # The constructor's own words, which Hydra puts on one line between its own.
         raise error.__cause__ or error from None

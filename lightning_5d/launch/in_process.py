@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _check_bad_cuda_fork,
-    _check_missing_main_guard,
     _disable_module_memory_sharing,
 )
 from lightning.fabric.utilities import move_data_to_device
@@ -69,8 +68,11 @@ class InProcessLauncher(_MultiProcessingLauncher):
     ) -> Any:
         if self._start_method in ("fork", "forkserver"):
             _check_bad_cuda_fork()
-        if self._start_method == "spawn":
-            _check_missing_main_guard()
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RuntimeError(
+                f'start_method="{self._start_method}" imports the main script in every rank, and this script trains when it is'
+                ' imported. Put what it does under `if __name__ == "__main__":`.'
+            )
         if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
                 f'The second `fit` of one Trainer is not possible with start_method="{self._start_method}": loops and'
@@ -150,7 +152,7 @@ class InProcessLauncher(_MultiProcessingLauncher):
         ]
         try:
             for process in self.procs:
-                process.start()
+                _start(process, self._start_method)
             theirs.close()
             return self._await_ranks(results, board, count)
         finally:
@@ -270,3 +272,16 @@ def _to_bytes(value: Any) -> bytes:
     buffer = io.BytesIO()
     pickle.dump(value, buffer)
     return buffer.getvalue()
+
+
+def _start(process: Any, method: str) -> None:
+    try:
+        process.start()
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        if "pickle" not in str(error).lower():
+            raise
+        raise TypeError(
+            f'start_method="{method}" sends the module, the data and the callbacks to the ranks, and something in them cannot be'
+            f" sent: {error}. Define classes and functions at the top level of a file, or use the default"
+            ' start_method="popen", or "fork".'
+        ) from error

@@ -30,6 +30,7 @@ def tied() -> TinyLM:
 def check(results: list[Parity]) -> None:
     assert results[0].passed, "\n" + results[0].table()
     assert all(result == results[0] for result in results)
+    assert results[0].notes == ()
     assert {row.quantity for row in results[0].rows} == {"loss", "gradient norm", "gradient", "parameter"}
 
 
@@ -70,3 +71,38 @@ def test_verify_notices_a_wrong_gradient(ranks: RankPool) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offloaded_state_trains_like_one_process(ranks: RankPool, stage: int) -> None:
     check(ranks(2, _verify, 2, ZeRO(stage=stage, offload="cpu"), tiny, 2, 0.5, **SEPARATE))
+
+
+class Convolutional(TinyLM):
+    """A bias before batch normalization: its gradient is zero but for rounding."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(layers=0)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(6, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(dropout),
+            torch.nn.Linear(8, 3),
+        )
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.net(batch[:, :6].float()).pow(2).mean() + 0.0 * super().loss(batch)
+
+
+def _noisy(rank: int, dropout: float) -> Parity:
+    data = batches(8, size=4)
+    return verify(Convolutional(dropout), data, FiveD(ZeRO(stage=3)), devices=2)
+
+
+def test_a_gradient_that_is_only_rounding_does_not_fail_a_right_run(ranks: RankPool) -> None:
+    result = ranks(2, _noisy, 0.0, **SEPARATE)[0]
+    assert result.passed, "\n" + result.table()
+    assert "net.0.bias" in result.table()
+    assert "not judged" in result.table()
+
+
+def test_dropout_is_named_where_it_makes_a_comparison_fail(ranks: RankPool) -> None:
+    result = ranks(2, _noisy, 0.5, **SEPARATE)[0]
+    assert not result.passed
+    assert "Dropout draws other numbers" in result.table()
