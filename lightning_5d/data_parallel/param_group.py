@@ -237,14 +237,11 @@ class ExchangingParamGroup(RecordingParamGroup):
     @override
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         if self._training_state != TrainingState.PRE_BACKWARD:
-            # Backward begins at the root, which is first in forward: what follows it is the last block.
-            self.exchange.reach_backward(self.index or len(self.exchange.groups))
+            self.exchange.reach_backward(self.index)
         super().pre_backward(False)
 
     @override
     def finalize_backward(self) -> None:
-        if not self.exchange.keep_unsharded:
-            self.exchange.reach_backward(0)  # what this rank passed over, another may be waiting for
         self.discard_arrival()
         super().finalize_backward()  # type: ignore[no-untyped-call]
 
