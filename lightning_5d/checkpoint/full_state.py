@@ -116,12 +116,3 @@ def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 def contains_sharded(module: nn.Module) -> bool:
     """Whether any of the module's parameters is a `DTensor`."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
-
-
-def element_count(module: nn.Module) -> int:
-    """Parameters of the whole module, each once."""
-    return sum(
-        parameter.numel()
-        for parameter in module.parameters()
-        if not isinstance(parameter, torch.nn.parameter.UninitializedParameter)
-    )

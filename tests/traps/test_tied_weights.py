@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_5d.checkpoint.full_state import element_count
 from tests.modules import TinyLM, loader
 from tests.ranks.pool import RankPool
 from tests.trainers import whole, zero
@@ -51,7 +50,7 @@ def _deferred(rank: int, stage: int, ranks: int, how: str) -> dict[str, Any]:
 
     def on_fit_start() -> None:
         original()
-        counts.append(element_count(module))
+        counts.append(sum(parameter.numel() for parameter in module.parameters()))
         shared.append(module.head.weight is module.embed.weight)
 
     module.on_fit_start = on_fit_start  # type: ignore[method-assign]
