@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_5d.data_parallel.blocks import Blocks, cut
-from lightning_5d.data_parallel.param_group import Exchange, RecordingParamGroup, adopt, state_of
+from lightning_5d.data_parallel.exchange import Exchange
+from lightning_5d.data_parallel.param_group import RecordingParamGroup, adopt, state_of
 from lightning_5d.data_parallel.reducer import GradientReducer
 from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.traffic import Traffic
@@ -149,6 +150,7 @@ class ShardedEngine(Engine):
         stage = self.options.stage
         if self._exchange is not None:
             self._exchange.reuse = False
+            self._exchange.settle()
         if self._complete:
             self._reshard()  # a forward without backward may have left parameters that are stale by now
         self._last, self._complete, self._depth = last, False, 0
@@ -160,6 +162,8 @@ class ShardedEngine(Engine):
 
     @override
     def wait(self) -> None:
+        if self._exchange is not None:
+            self._exchange.settle()
         if not self._last:
             return
         for group in self.groups:
@@ -177,16 +181,16 @@ class ShardedEngine(Engine):
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         self._initialize()
-        self._reshard()
+        self.reshard()
         self._gather()
         after_forward = [group.post_forward_mesh_info for group in self.groups]
         for group in self.groups:
             group.post_forward_mesh_info = None  # a forward in here must neither free nor gather anything
-        self._held = True
+        self._hold(True)
         try:
             yield
         finally:
-            self._held = False
+            self._hold(False)
             for group, mesh_info in zip(self.groups, after_forward, strict=True):
                 group.post_forward_mesh_info = mesh_info
             self._reshard()
@@ -224,7 +228,14 @@ class ShardedEngine(Engine):
     def reshard(self) -> None:
         """Frees full parameters now, and forgets a forward that was not finished."""
         self._depth = 0
+        if self._exchange is not None:
+            self._exchange.settle()
         self._reshard()
+
+    def _hold(self, whole: bool) -> None:
+        self._held = whole
+        if self._exchange is not None:
+            self._exchange.whole = whole
 
     def hold_through_backward(self, hold: bool) -> None:
         """Whether parameters that a backward uses stay whole until `wait`: it may itself be differentiated.

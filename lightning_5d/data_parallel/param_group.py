@@ -7,68 +7,21 @@ from where it arrives straight into the parameters, and a reduction is only star
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from typing_extensions import override
 
-from lightning_5d.data_parallel.buffers import BufferPool
-from lightning_5d.data_parallel.reduction import GradientReduction, PendingReductions, allocate_padded
-from lightning_5d.data_parallel.traffic import Traffic
-from lightning_5d.data_parallel.transport import Arrival, Transport
-
-# Parameters of any dtype start at a multiple of this in a byte buffer, so that they can be viewed as their dtype.
-_ALIGNMENT = 16
-
-
-@dataclass
-class Exchange:
-    """What the parameter groups of one engine share. A transport is None where its group is one rank."""
-
-    shard: Transport | None
-    replicate: Transport | None
-    traffic: Traffic
-    pending: PendingReductions = field(default_factory=PendingReductions)
-    results: BufferPool = field(default_factory=BufferPool)
-    keep_unsharded: bool = False
-    reuse: bool = False
-    groups: list[ExchangingParamGroup] = field(default_factory=list)
-    forward_reach: int = 0
-    backward_reach: int = 0
-
-    def begin_forward(self) -> None:
-        """A forward of the root begins: nothing has been gathered ahead."""
-        self.forward_reach, self.backward_reach = 0, len(self.groups)
-
-    def finish_forward(self) -> None:
-        """The root's forward is over: sends what was passed over, takes in what was not used."""
-        if self.shard is None or self.keep_unsharded:
-            return
-        self.reach_forward(len(self.groups))
-        for group in self.groups:
-            group.discard_arrival()
-
-    def reach_forward(self, index: int) -> None:
-        """Starts gathering up to the group after ``index``, passing over none.
-
-        Groups that this rank skips are sent all the same, since another rank may be waiting for them.
-        """
-        while self.forward_reach < min(index + 2, len(self.groups)):
-            self.forward_reach += 1
-            self.groups[self.forward_reach - 1].unshard()
-
-    def reach_backward(self, index: int) -> None:
-        """The same towards the front: starts gathering down to the group before ``index``."""
-        while self.backward_reach > max(index - 1, 0):
-            self.backward_reach -= 1
-            self.groups[self.backward_reach].unshard()
+from lightning_5d.data_parallel.exchange import Exchange
+from lightning_5d.data_parallel.layout import Layout
+from lightning_5d.data_parallel.reduction import GradientReduction, allocate_padded
+from lightning_5d.data_parallel.transport import Arrival
 
 
 class RecordingParamGroup(FSDPParamGroup):
@@ -165,8 +118,11 @@ class ExchangingParamGroup(RecordingParamGroup):
 
     exchange: Exchange
     index: int
+    uses: int
     _arrival: Arrival | None
     _gathered: list[int] | None
+    _layout: Layout | None
+    _targets: list[list[torch.Tensor]]
 
     # Initialization #
     @override
@@ -189,14 +145,27 @@ class ExchangingParamGroup(RecordingParamGroup):
         if self.exchange.reuse and self._gathered == self._versions():
             self._to_unsharded()
             return
+        self.exchange.reach(self)
+        if self._arrival is None:
+            self.send()
+
+    def send(self) -> None:
+        """Starts a gather, whatever this rank holds."""
+        if self.exchange.shard is None:
+            return
+        layout = self._shard_layout()
         with torch.inference_mode(False), torch.no_grad():
-            inputs = [param.all_gather_inputs[0] for param in self.fsdp_params]
-            buffer = self.exchange.shard.allocate(_flat_size(inputs), torch.uint8)
-            torch._foreach_copy_(list(_views(buffer, inputs)), inputs)
+            buffer = self.exchange.shard.allocate(layout.nbytes, torch.uint8)
+            # In the order and dtype of FSDP2's `all_gather_inputs`, which only a sharded group may be asked for.
+            torch._foreach_copy_(layout.views(buffer), [param._sharded_param_data for param in self.fsdp_params])
             self._arrival = self.exchange.shard.share(buffer, 2 * self.index)
-        self.exchange.traffic.add(
-            "all_gather", sum(shard.numel() * shard.itemsize for shard in inputs) * self.exchange.shard.size
-        )
+        self.exchange.traffic.add("all_gather", layout.payload * self.exchange.shard.size)
+
+    def _shard_layout(self) -> Layout:
+        if self._layout is None:
+            numels = [param._sharded_param_data.numel() for param in self.fsdp_params]
+            self._layout = Layout(numels, [param.param_dtype or param.orig_dtype for param in self.fsdp_params])
+        return self._layout
 
     @override
     def wait_for_unshard(self) -> None:
@@ -205,22 +174,33 @@ class ExchangingParamGroup(RecordingParamGroup):
             return
         if self._arrival is None:
             return
+        if self.is_unsharded:
+            self.discard_arrival()
+            return
         with torch.inference_mode(False), torch.no_grad():
-            parts, ranks = self._arrival.wait(), self.exchange.shard.size
-            inputs = [param.all_gather_inputs[0] for param in self.fsdp_params]
-            targets: list[torch.Tensor] = []
-            for param, shard in zip(self.fsdp_params, inputs, strict=True):
-                param.init_all_gather_outputs([shard.numel()], [shard.dtype], ranks, self.device)
+            parts, layout = self._arrival.wait(), self._shard_layout()
+            if not self._targets:
+                self._make_targets(self.exchange.shard.size)
+            for param in self.fsdp_params:
                 param.alloc_all_gather_outputs()
-                targets.append(param.all_gather_outputs[0].view(ranks, -1))
-            with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
-                for rank, part in enumerate(parts):
-                    torch._foreach_copy_([target[rank] for target in targets], list(_views(part, inputs)))
+            wholes = tuple(param.all_gather_outputs[0] for param in self.fsdp_params)
+            with torch.autograd._unsafe_preserve_version_counter(wholes):
+                for targets, part in zip(self._targets, parts, strict=True):
+                    torch._foreach_copy_(targets, layout.views(part))
             self._drop_arrival()
             for param in self.fsdp_params:
                 param.init_unsharded_param()  # type: ignore[no-untyped-call]
         self._gathered = self._versions()
         self._to_unsharded()
+
+    def _make_targets(self, ranks: int) -> None:
+        """Views of the full parameters, for each rank those that its shards go to; the memory comes and goes beneath."""
+        for param in self.fsdp_params:
+            numel, dtype = param._sharded_param_data.numel(), param.param_dtype or param.orig_dtype
+            param.init_all_gather_outputs([numel], [dtype], ranks, self.device)
+            param.alloc_all_gather_outputs()
+        wholes = [param.all_gather_outputs[0].view(ranks, -1).unbind() for param in self.fsdp_params]
+        self._targets = [list(targets) for targets in zip(*wholes, strict=True)]
 
     def forget_gathered(self) -> None:
         """The next use gathers, whatever the last one left in memory."""
@@ -231,24 +211,54 @@ class ExchangingParamGroup(RecordingParamGroup):
 
     @override
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.exchange.reach_forward(self.index)
+        self.exchange.reach(self)
         return super().pre_forward(module, args, kwargs)
+
+    @override
+    def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        if torch.is_grad_enabled() and not is_bw():
+            self.uses += 1
+        return super().post_forward(module, input, output)
 
     @override
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         if self._training_state != TrainingState.PRE_BACKWARD:
-            self.exchange.reach_backward(self.index)
+            self.exchange.reach_backward(self)
         super().pre_backward(False)
 
     @override
+    def reshard(self) -> None:
+        # A block that its forward has used more than once stays whole until the last of its backwards, as a second
+        # gather would ask for something that other ranks may not need.
+        if self._training_state != TrainingState.POST_BACKWARD or self.uses <= 0:
+            super().reshard()
+
+    @override
     def finalize_backward(self) -> None:
-        self.discard_arrival()
+        self.exchange.finish_backward()
+        if self.uses > 0 and self.reshard_after_backward:
+            super().reshard()
+        self.forget_uses()
         super().finalize_backward()  # type: ignore[no-untyped-call]
 
     @override
     def _reset_iter_state(self) -> None:
         self.discard_arrival()
         super()._reset_iter_state()
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a gather is under way."""
+        return self._arrival is not None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a backward may come."""
+        return any(param.sharded_param.requires_grad for param in self.fsdp_params)
+
+    def forget_uses(self) -> None:
+        """No backward is expected any more."""
+        self.uses = 0
 
     @override
     def discard_arrival(self) -> None:
@@ -267,6 +277,7 @@ class ExchangingParamGroup(RecordingParamGroup):
     def post_backward(self, *unused: Any) -> None:
         self.record()
         self._training_state = TrainingState.POST_BACKWARD
+        self.uses -= 1
         for param in self.fsdp_params:
             param.accumulate_unsharded_grad_if_needed()
         if not self.reduce_grads:
@@ -367,7 +378,9 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
             continue
         group.__class__ = ExchangingParamGroup
         group.exchange, group.index = exchange, len(exchange.groups)
-        group._arrival = group._gathered = None
+        group._arrival = group._gathered = group._layout = None
+        group._targets = []
+        group.uses = 0
         exchange.groups.append(group)
         if exchange.keep_unsharded:
             for param in group.fsdp_params:
@@ -454,19 +467,3 @@ def _row(tensor: torch.Tensor) -> int:
 
 def _padded_rows(shape: torch.Size, ranks: int) -> int:
     return -(-shape[0] // ranks) * ranks
-
-
-def _flat_size(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(_padded_bytes(tensor) for tensor in tensors)
-
-
-def _padded_bytes(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-def _views(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Views of a byte buffer, one for each tensor of ``like``, with its dtype and number of elements."""
-    offset = 0
-    for tensor in like:
-        yield buffer[offset : offset + tensor.numel() * tensor.itemsize].view(tensor.dtype)
-        offset += _padded_bytes(tensor)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_5d.data_parallel import ShardOptions
+from lightning_5d.data_parallel import ShardOptions, shard
 from tests.data_parallel.training import inputs, make, mesh_engine
 
 TRAINED = sum(p.numel() * 4 for p in make("Net").parameters())
@@ -87,3 +88,37 @@ def test_stage_3_has_one_block_and_the_root_in_full_at_a_time(ranks):
         assert peak <= 1.15 * (root + block)
     for peak in ranks(2, _peaks, 2, timeout=40):
         assert peak >= TRAINED
+
+
+class _Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(12))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def _exchange_bytes(rank: int, stage: int) -> int:
+    torch.manual_seed(0)
+    module = _Deep()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    engine = shard(module, list(module.blocks), mesh, ShardOptions(stage=stage))
+    for _ in range(3):
+        engine.begin(last=True)
+        module(torch.randn(3, 32)).pow(2).mean().backward()
+        engine.wait()
+    held = sum(block.nbytes for block in engine._exchange.shard._blocks)
+    engine.close()
+    return held
+
+
+def test_stage_3_exchanges_through_a_few_blocks_of_memory_however_deep_the_model(ranks):
+    """A block's gather takes one page-rounded half, its reduction the whole; a few of each are under way at once."""
+    block, page = 33 * 32 * 4, 4096
+    for held in ranks(2, _exchange_bytes, 3, timeout=40):
+        assert held <= 5 * (block // 2 + page) + 6 * (block + page)
+        assert held < 12 * block
