@@ -26,6 +26,9 @@ from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
 from lightning_5d.data_parallel.transports import open_transport
 
+# So many groups are on their way while one is copied: ranks hardly wait for each other, and hold little twice.
+_GATHERED_AHEAD = 3
+
 
 @dataclass(frozen=True)
 class ShardOptions:
@@ -317,9 +320,10 @@ class ShardedEngine(Engine):
     def _gather(self) -> None:
         if self._scalars is not None:
             self._scalars.to_plain()
-        for group in self.groups:
-            group.unshard()
-        for group in self.groups:
+        ahead = len(self.groups) if self._exchange is None else _GATHERED_AHEAD
+        for index, group in enumerate(self.groups):
+            for coming in self.groups[index : index + 1 + ahead]:
+                coming.unshard()
             group.wait_for_unshard()
 
     def _reshard(self) -> None:

@@ -1,4 +1,4 @@
-"""How tensors of several dtypes lie one after the other in a buffer of bytes."""
+"""How the tensors of a group lie in flat buffers: shards of several dtypes, and gradients cut among the ranks."""
 
 from __future__ import annotations
 
@@ -40,3 +40,21 @@ class Layout:
             buffer[start : start + size].view(dtype)
             for start, size, dtype in zip(self._starts, self._sizes, self._dtypes, strict=False)
         ]
+
+
+def cut_among_ranks(grads: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Fills each rank's target with its rows of every gradient, one gradient after the other, padded with zeros."""
+    ranks = len(targets)
+    pieces: list[list[torch.Tensor]] = [[] for _ in targets]
+    for grad in grads:
+        rows = -(-grad.shape[0] // ranks)
+        if grad.shape[0] == rows * ranks:
+            for piece, part in zip(pieces, grad.reshape(ranks, -1).unbind(), strict=True):
+                piece.append(part)
+            continue
+        for rank, piece in enumerate(pieces):
+            part = grad[rank * rows : (rank + 1) * rows]
+            missing = (rows - part.shape[0]) * (grad.numel() // grad.shape[0])
+            piece += [part.reshape(-1), part.new_zeros(missing)]
+    for piece, target in zip(pieces, targets, strict=True):
+        torch.cat(piece, out=target)

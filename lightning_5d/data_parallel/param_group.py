@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from typing_extensions import override
 
 from lightning_5d.data_parallel.exchange import Exchange
-from lightning_5d.data_parallel.layout import Layout
+from lightning_5d.data_parallel.layout import Layout, cut_among_ranks
 from lightning_5d.data_parallel.reduction import GradientReduction, allocate_padded
 from lightning_5d.data_parallel.transport import Arrival
 
@@ -178,22 +178,28 @@ class ExchangingParamGroup(RecordingParamGroup):
             self.discard_arrival()
             return
         with torch.inference_mode(False), torch.no_grad():
-            parts, layout = self._arrival.wait(), self._shard_layout()
+            parts, layout, transport = self._arrival.wait(), self._shard_layout(), self.exchange.shard
             if not self._targets:
-                self._make_targets(self.exchange.shard.size)
+                self._make_targets(transport.size, transport.rank)
             for param in self.fsdp_params:
                 param.alloc_all_gather_outputs()
             wholes = tuple(param.all_gather_outputs[0] for param in self.fsdp_params)
+            own = self._targets[transport.rank]
+            in_place = all(
+                param._sharded_param_data.data_ptr() == target.data_ptr()
+                for param, target in zip(self.fsdp_params, own, strict=True)
+            )
             with torch.autograd._unsafe_preserve_version_counter(wholes):
                 for targets, part in zip(self._targets, parts, strict=True):
-                    torch._foreach_copy_(targets, layout.views(part))
+                    if not (in_place and targets is own):
+                        torch._foreach_copy_(targets, layout.views(part))
             self._drop_arrival()
             for param in self.fsdp_params:
                 param.init_unsharded_param()  # type: ignore[no-untyped-call]
         self._gathered = self._versions()
         self._to_unsharded()
 
-    def _make_targets(self, ranks: int) -> None:
+    def _make_targets(self, ranks: int, rank: int) -> None:
         """Views of the full parameters, for each rank those that its shards go to; the memory comes and goes beneath."""
         for param in self.fsdp_params:
             numel, dtype = param._sharded_param_data.numel(), param.param_dtype or param.orig_dtype
@@ -201,6 +207,9 @@ class ExchangingParamGroup(RecordingParamGroup):
             param.alloc_all_gather_outputs()
         wholes = [param.all_gather_outputs[0].view(ranks, -1).unbind() for param in self.fsdp_params]
         self._targets = [list(targets) for targets in zip(*wholes, strict=True)]
+        if self.exchange.keep_unsharded:
+            for param, target in zip(self.fsdp_params, self._targets[rank], strict=True):
+                _move_into(param, target)
 
     def forget_gathered(self) -> None:
         """The next use gathers, whatever the last one left in memory."""
@@ -326,16 +335,22 @@ class ExchangingParamGroup(RecordingParamGroup):
     ) -> None:
         exchange = self.exchange
         ranks = exchange.shard.size if exchange.shard is not None else 1
-        sizes = [_padded_rows(grad.shape, ranks) for grad in grads]
-        numel = sum(size * _row(grad) for size, grad in zip(sizes, grads, strict=True))
+        shard_numels = [-(-grad.shape[0] // ranks) * (grad.numel() // grad.shape[0]) for grad in grads]
+        numel = ranks * sum(shard_numels)
+        own = None
         if exchange.shard is not None:
-            buffer = exchange.shard.allocate(numel, reduce_dtype)
+            # Only what the other ranks read goes through the transport; the sum takes the place of what stays.
+            own = exchange.results.take(numel // ranks, reduce_dtype)
+            buffer = exchange.shard.allocate(numel - numel // ranks, reduce_dtype)
+            targets = list(buffer.chunk(ranks - 1))
+            targets.insert(exchange.shard.rank, own)
         elif exchange.replicate is not None:
             buffer = allocate_padded(exchange.replicate, numel, reduce_dtype)
+            targets = [buffer[:numel]]
         else:
             buffer = torch.empty(numel, dtype=reduce_dtype)
-        torch._chunk_cat(grads, dim=0, num_chunks=ranks, out=buffer[:numel].view(ranks, -1))
-        shard_numels = [size * _row(grad) // ranks for size, grad in zip(sizes, grads, strict=True)]
+            targets = [buffer]
+        cut_among_ranks(grads, targets)
 
         def deliver(result: torch.Tensor) -> None:
             _deliver(params, result, shard_numels)
@@ -347,7 +362,7 @@ class ExchangingParamGroup(RecordingParamGroup):
         # A group with parameters of several dtypes makes several reductions; a few tags are set aside for them.
         tag = self.index * 8 + position
         reduction = GradientReduction(
-            buffer, exchange.shard, exchange.replicate, 2 * tag + 1, self._divide_by(), deliver, exchange.results
+            buffer, own, exchange.shard, exchange.replicate, 2 * tag + 1, self._divide_by(), deliver, exchange.results
         )
         exchange.pending.add(
             reduction, can_poll=all(t.can_poll for t in (exchange.shard, exchange.replicate) if t is not None)
@@ -399,6 +414,19 @@ def state_of(module: nn.Module) -> FSDPState:
 
 def _keep() -> None:
     return None
+
+
+def _move_into(param: FSDPParam, target: torch.Tensor) -> None:
+    """Makes a shard a part of the full parameter, which stays in memory anyway: one copy less to hold and to make."""
+    local = param.sharded_param._local_tensor  # type: ignore[attr-defined]
+    data = param._sharded_param_data
+    if data.dtype != target.dtype or data.device != target.device or not local.is_contiguous() or not local.numel():
+        return
+    if local.untyped_storage().data_ptr() != data.untyped_storage().data_ptr():
+        return
+    target.copy_(data)
+    local.data = target[: local.numel()].view(local.shape)
+    param._sharded_param_data = target
 
 
 def _has_gradient(param: FSDPParam) -> bool:
@@ -459,11 +487,3 @@ def _keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
             shard.copy_(mine)
     if moved:
         full.data = torch.as_strided(own, param._orig_size, param._contiguous_orig_stride, storage_offset=0)
-
-
-def _row(tensor: torch.Tensor) -> int:
-    return tensor[0].numel() if tensor.shape[0] else int(torch.Size(tensor.shape[1:]).numel())
-
-
-def _padded_rows(shape: torch.Size, ranks: int) -> int:
-    return -(-shape[0] // ranks) * ranks

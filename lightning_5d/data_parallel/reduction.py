@@ -79,13 +79,15 @@ def allocate_padded(transport: Transport, numel: int, dtype: torch.dtype) -> tor
 class GradientReduction:
     """One reduce-scatter over the shard group, then an all-reduce over the replicas, then ``deliver(result)``.
 
-    Either transport may be absent (a group of one rank). Without ``shard`` the buffer comes from ``allocate_padded``. The result is divided by ``divide_by`` and has the buffer's
-    dtype; it is new memory that the receiver may keep.
+    Either transport may be absent (a group of one rank). With ``shard`` the buffer holds what goes to the other ranks, and
+    ``own`` what stays; without it the buffer comes from ``allocate_padded``. The result is divided by ``divide_by`` and has
+    the buffer's dtype; the receiver may keep it. It is ``own``, or memory of ``results``.
     """
 
     def __init__(
         self,
         buffer: torch.Tensor,
+        own: torch.Tensor | None,
         shard: Transport | None,
         replicate: Transport | None,
         tag: int,
@@ -93,7 +95,7 @@ class GradientReduction:
         deliver: Callable[[torch.Tensor], None],
         results: BufferPool,
     ) -> None:
-        self._results = results
+        self._results, self._own = results, own
         self._shard, self._replicate = shard, replicate
         self._tag, self._divide_by, self._deliver = tag, divide_by, deliver
         self._arrival: Arrival | None = None
@@ -101,7 +103,7 @@ class GradientReduction:
         self._result: torch.Tensor | None = None
         self._done = False
         if shard is not None:
-            self._arrival = shard.scatter(buffer, tag)
+            self._arrival = shard.scatter(buffer, tag, own)
         else:
             self._start_all_reduce(buffer)
 
@@ -113,11 +115,14 @@ class GradientReduction:
             parts = self._arrival.wait()
             last = self._replicate is None
             numel, dtype = parts[0].numel(), parts[0].dtype
+            # This rank's own part first, as the sum may take its place; the order is the same in every run.
+            parts = sorted(parts, key=lambda part: part is not self._own)
             if self._replicate is None:
-                out = self._results.take(numel, dtype)
+                out = parts[0] if self._own is not None else self._results.take(numel, dtype)
             else:
                 out = allocate_padded(self._replicate, numel, dtype)
             sum_in_rank_order(parts, out[:numel], self._divide_by if last else 1.0)
+            self._own = None
             self._arrival.release()
             self._arrival = None
             if last:
