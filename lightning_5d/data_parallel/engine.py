@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_5d.data_parallel.agreement import Agreement
 from lightning_5d.data_parallel.blocks import Blocks, cut
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.param_group import RecordingParamGroup, adopt, state_of
@@ -134,7 +135,9 @@ class ShardedEngine(Engine):
         self._states, self._meshes, self._exchange, self._scalars = states, meshes, exchange, scalars
         if exchange is not None:
             self.traffic = exchange.traffic
+        transports = [] if exchange is None else [t for t in (exchange.shard, exchange.replicate) if t is not None]
         self._root = states[0]
+        self._agreement = Agreement(transports, [mesh.get_group() for mesh in meshes], self._root._device)
         self.groups: list[RecordingParamGroup] = [group for state in states for group in adopt(state, exchange)]
         self._last = self._complete = True
         self._depth = 0
@@ -344,10 +347,7 @@ class ShardedEngine(Engine):
             flags.append(group.reductions)
         if self._scalars is not None:
             flags += [int(is_used) for is_used in self._scalars.used()]
-        agreed = torch.tensor(flags, dtype=torch.int32, device=self._root._device)
-        for mesh in self._meshes:
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=mesh.get_group())
-        values = iter(agreed.tolist())
+        values = iter(self._agreement.maximum(flags))
         used = []
         for group in self.groups:
             used.append({index for index in range(len(group.fsdp_params)) if next(values)})

@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from typing_extensions import override
 
+from lightning_5d.data_parallel.changes import copy_changes
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.layout import Layout, cut_among_ranks
 from lightning_5d.data_parallel.reduction import GradientReduction, allocate_padded
@@ -36,6 +37,7 @@ class RecordingParamGroup(FSDPParamGroup):
     holding: bool
     pinned: bool
     compare_all: bool
+    exposed: bool
     _full_versions: list[int]
 
     # Parameters that a validation in inference mode makes must still be good for training.
@@ -72,10 +74,16 @@ class RecordingParamGroup(FSDPParamGroup):
             if param.sharded_param.grad is None and not self.reductions:
                 self.fresh.add(index)
 
+    @override
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.exposed = True
+        return super().pre_forward(module, args, kwargs)
+
     # Writes to full parameters #
     @override
     def _to_unsharded(self) -> None:
         super()._to_unsharded()  # type: ignore[no-untyped-call]
+        self.exposed |= self._training_state != TrainingState.PRE_BACKWARD
         self._full_versions = [param._unsharded_param._version for param in self.fsdp_params]
 
     @override
@@ -83,7 +91,9 @@ class RecordingParamGroup(FSDPParamGroup):
         if self.is_unsharded:
             with torch.inference_mode(False), torch.no_grad():
                 for param, version in zip(self.fsdp_params, self._full_versions, strict=True):
-                    _keep_writes(param, version, self.compare_all or not param.sharded_param.requires_grad)
+                    frozen = not param.sharded_param.requires_grad
+                    _keep_writes(param, version, self.compare_all or (frozen and self.exposed))
+            self.exposed = False
         super()._to_sharded()  # type: ignore[no-untyped-call]
 
     def join_reductions(self, count: int) -> None:
@@ -385,7 +395,7 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
     for group in groups:
         own_gather = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
         group.used, group.fresh, group.reductions = set(), set(), 0
-        group.holding = group.pinned = group.compare_all = False
+        group.holding = group.pinned = group.compare_all = group.exposed = False
         group._full_versions = []
         if exchange is None or own_gather:
             group.__class__ = RecordingParamGroup
@@ -472,7 +482,8 @@ def _deliver(params: Sequence[FSDPParam], result: torch.Tensor, shard_numels: Se
 def _keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
     """Copies what a step has written to a full parameter (a teacher's average, a limit) to this rank's shard.
 
-    Writes through ``.data`` leave no trace; they are found by comparing values.
+    Writes through ``.data`` leave no trace; ``compare`` finds them by comparing values: to a frozen parameter (a teacher's,
+    a codebook) wherever the user's code has run since it was gathered.
     """
     if len(param.all_gather_outputs) != 1 or hasattr(param._sharded_local_tensor, "fsdp_post_all_gather"):
         return
@@ -483,7 +494,7 @@ def _keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
     if shard.numel() and (written or compare):
         start = param.mesh_info.shard_mesh_rank * -(-full.shape[0] // param.mesh_info.shard_mesh_size)
         mine = full.detach()[start : start + shard.shape[0]]
-        if written or not torch.equal(mine, shard):
-            shard.copy_(mine)
+        if mine.data_ptr() != shard.data_ptr():  # else it is a part of the full parameter
+            copy_changes(mine, shard)
     if moved:
         full.data = torch.as_strided(own, param._orig_size, param._contiguous_orig_stride, storage_offset=0)

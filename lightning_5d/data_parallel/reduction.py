@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -152,6 +153,13 @@ class GradientReduction:
             sum_in_rank_order(parts, self._result, divide_by)
 
 
+class Reduction(Protocol):
+    """Something under way that is moved forward from time to time."""
+
+    def advance(self, block: bool) -> bool:
+        """Moves forward by what has arrived (``block``: through the present phase) and says whether it is done."""
+
+
 class PendingReductions:
     """The reductions of one backward, in the order in which they were started.
 
@@ -161,14 +169,14 @@ class PendingReductions:
     """
 
     def __init__(self, in_flight: int = 3, patience_s: float = 0.2) -> None:
-        self._queue: deque[GradientReduction] = deque()
+        self._queue: deque[Reduction] = deque()
         self._in_flight, self._patience_s = in_flight, patience_s
         self._patient = True
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, reduction: GradientReduction, can_poll: bool) -> None:
+    def add(self, reduction: Reduction, can_poll: bool) -> None:
         """Appends a reduction and finishes older ones that have arrived."""
         self._queue.append(reduction)
         if not can_poll:

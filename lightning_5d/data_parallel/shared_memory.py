@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from lightning_5d.data_parallel.buffers import Buffer, in_pages
 from lightning_5d.data_parallel.transport import Arrival, Transport
@@ -34,6 +35,8 @@ _READY, _DONE, _BLOCK = range(3)
 # kind, tag, sequence number within the tag, block number, bytes
 _MESSAGE = struct.Struct("<BxxxIQQQ")
 _HANDSHAKE_S = 20.0
+# Apart from the tags of gathers and reductions.
+_AGREEMENT_TAG = (1 << 20) - 3
 # A block serves exchanges down to this part of its size.
 _ROOMY = 4
 
@@ -208,6 +211,14 @@ class SharedMemory(Transport):
         if own is None:
             return _Reading(self, buffer, buffer.chunk(self.size)[rank], tag, number, lambda peer: rank)
         return _Reading(self, buffer, own, tag, number, lambda peer: rank - (rank > peer))
+
+    @override
+    def agree(self, flags: torch.Tensor) -> None:
+        """See :meth:`Transport.agree`."""
+        arrival = self.share(self.allocate(flags.numel(), flags.dtype).copy_(flags), _AGREEMENT_TAG)
+        for part in arrival.wait():
+            torch.maximum(flags, part, out=flags)
+        arrival.release()
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
