@@ -47,7 +47,7 @@ def train(
         with torch.no_grad():
             for mine, theirs in zip(compute.parameters(), masters.parameters(), strict=True):
                 mine.copy_(theirs)
-        sums = {name: 0.0 for name in names}
+        sums = dict.fromkeys(names, 0.0)
         losses = []
         for batch in batches[start : start + per_step]:
             logits = compute(batch[:, :-1])
@@ -80,9 +80,9 @@ def train(
 
 
 def _widen(optimizer: torch.optim.Optimizer) -> None:
-    for state in optimizer.state.values():
+    for parameter, state in optimizer.state.items():
         for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = state[key].float()
+            state[key] = state[key].to(parameter.dtype)
 
 
 def _narrow(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
