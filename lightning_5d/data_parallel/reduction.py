@@ -36,7 +36,8 @@ class AllReduce:
         divide_by: float,
         deliver: Callable[[Sequence[torch.Tensor], float, torch.Tensor], None],
     ) -> None:
-        self._transport, self._buffer, self._deliver = transport, buffer, deliver
+        self._transport, self._deliver = transport, deliver
+        self._buffer: torch.Tensor | None = buffer
         self._tag, self._divide_by = tag, divide_by
         self._whole = transport.size == 2
         start = transport.share if self._whole else transport.scatter
@@ -45,12 +46,15 @@ class AllReduce:
 
     def advance(self, block: bool) -> bool:
         """Moves forward as far as possible (``block``: to the end of this phase) and says whether it is done."""
+        if self._buffer is None:
+            return True
         if self._arrival is not None:
             if not (block or self._arrival.ready()):
                 return False
             parts = self._arrival.wait()
             if self._whole:
                 self._deliver(parts, self._divide_by, self._buffer)
+                self._buffer = None  # lent until nothing refers to it
             else:
                 mine = self._transport.allocate(parts[0].numel(), parts[0].dtype)
                 sum_in_rank_order(parts, mine, self._divide_by)
@@ -58,14 +62,13 @@ class AllReduce:
             self._arrival.release()
             self._arrival = None
             return self._whole
-        if self._second is None:
-            return True
-        if not (block or self._second.ready()):
-            return False
-        total = torch.cat(list(self._second.wait()))
-        self._deliver([total], 1.0, self._buffer)
-        self._second.release()
-        self._second = None
+        if self._second is not None:
+            if not (block or self._second.ready()):
+                return False
+            total = torch.cat(list(self._second.wait()))
+            self._deliver([total], 1.0, self._buffer)
+            self._second.release()
+            self._buffer = self._second = None
         return True
 
 

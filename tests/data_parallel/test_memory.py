@@ -7,6 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_5d.data_parallel import ShardOptions, shard
+from lightning_5d.data_parallel.reducer import GradientReducer
+from lightning_5d.data_parallel.shared_memory import SharedMemory
+from lightning_5d.data_parallel.traffic import Traffic
 from tests.data_parallel.training import inputs, make, mesh_engine
 
 TRAINED = sum(p.numel() * 4 for p in make("Net").parameters())
@@ -118,3 +121,23 @@ def test_stage_3_exchanges_through_a_few_blocks_of_memory_however_deep_the_model
     for held in ranks(2, _exchange_bytes, 3, timeout=40):
         assert held <= 5 * (block // 2 + page) + 6 * (block + page)
         assert held < 12 * block
+
+
+def _bucket_bytes(rank: int) -> int:
+    module = _Deep()
+    transport = SharedMemory.connect(torch.distributed.group.WORLD, timeout_s=30.0)
+    reducer = GradientReducer(list(module.parameters()), transport, Traffic(), bucket_bytes=33 * 32 * 4)
+    for _ in range(3):
+        module(torch.randn(3, 32)).pow(2).mean().backward()
+        reducer.finish()
+    held = sum(block.nbytes for block in transport._blocks)
+    reducer.close()
+    transport.close()
+    return held
+
+
+def test_stage_0_averages_through_a_few_buckets_of_memory_however_deep_the_model(ranks):
+    """Beside the gradients there are those under way, a bucket each, and the flags."""
+    for held in ranks(2, _bucket_bytes, timeout=40):
+        assert held <= 5 * (2 * 4096 + 4096)
+        assert held < 12 * 33 * 32 * 4
