@@ -263,9 +263,12 @@ class LogExchange:
         totals = self._totals(sent, tensors)
         for key in tensors:
             sent.values.accept(key, totals[key.key], on_step)
-        for key, _ in logged:
-            if not key.is_tensor:
-                sent.values.compute(key, self.trainer.lightning_module, self._rank, self.device)
+        metrics = [key for key, _ in logged if not key.is_tensor]
+        for key in metrics:
+            sent.values.compute(key, self.trainer.lightning_module, self._rank, self.device)
+        if metrics and self.mesh.replica_group is not None:
+            for name, value in self._of_replicas(metrics, sent).items():
+                sent.values.accept(self._list(sent.point, sent.values)[name], value, on_step)
 
     def _present(self, sent: _Round) -> list[int]:
         """How many ranks have logged each of the keys."""
@@ -305,6 +308,16 @@ class LogExchange:
         return {
             key.key: row[1] / row[2] if key.reduce == "mean" else row[1] for key, row in zip(keys, rows, strict=True)
         }
+
+    def _of_replicas(self, keys: list[Declaration], sent: _Round) -> dict[str, Tensor]:
+        """Values of torchmetrics objects, which each line of data ranks has added up for itself, of the lines that have logged."""
+        rows = self._rows(keys, {key.key: Contribution(key, 0.0) for key in keys if key.key in sent.mine})
+        dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=self.mesh.data_group)
+        for index, key in enumerate(keys):
+            if rows[index, 0] > 0:
+                rows[index, 1] = sent.values[key.key]._computed
+        dist.all_reduce(rows, group=self.mesh.replica_group)
+        return {key.key: row[1] / row[0] for key, row in zip(keys, rows, strict=True)}
 
     def _extremes(self, keys: list[Declaration], mine: Mapping[str, Contribution]) -> dict[str, Tensor]:
         signs = torch.tensor([1.0 if key.reduce == "max" else -1.0 for key in keys], device=self.device)
