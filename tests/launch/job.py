@@ -45,6 +45,9 @@ class Module(BoringModel):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.options = options
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Linear(32, 32) for _ in range(2 if options.where == "forward" else 0)
+        )
 
     def _reach(self, place: str) -> None:
         if self.options.where == place and self.trainer.global_rank == self.options.rank:
@@ -68,7 +71,7 @@ class Module(BoringModel):
     def extra_forward(self, batch: torch.Tensor) -> None:
         if self.options.where == "forward" and self.trainer.global_rank == self.options.rank:
             with torch.no_grad():
-                self.layer(batch)
+                self.blocks[0](batch)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         if batch_idx == 2:
