@@ -46,7 +46,9 @@ class OptimizerConfig:
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 problems.append(f"optimizer {name} is {value!r}; it must be a number of at least 0, such as {default}.")
         if len(self.betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
-            problems.append(f"optimizer betas is {self.betas!r}; it must be two numbers from 0 to below 1, as [0.9, 0.95].")
+            problems.append(
+                f"optimizer betas is {self.betas!r}; it must be two numbers from 0 to below 1, as [0.9, 0.95]."
+            )
         if problems:
             raise ValueError("\n".join(problems))
 
