@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
@@ -31,6 +32,7 @@ class ExchangingConnector(_LoggerConnector):
     def __init__(self, trainer: pl.Trainer, exchange: LogExchange) -> None:
         super().__init__(trainer)
         self.exchange = exchange
+        self._hooked: tuple[pl.LightningModule, Any] | None = None
 
     @override
     def on_batch_end(self) -> None:
@@ -47,20 +49,31 @@ class ExchangingConnector(_LoggerConnector):
 
     @override
     def on_epoch_end(self) -> None:
-        self.trainer.lightning_module.__dict__.pop(_HOOK, None)
+        self._restore_hook()
         self.exchange.epoch_end()
         super().on_epoch_end()
 
     def _exchange_after_hook(self) -> None:
         # Callbacks that monitor a metric run between the module's hook, which may log it, and `on_epoch_end`.
+        self._restore_hook()
         module = self.trainer.lightning_module
         hook = module.on_train_epoch_end
 
+        @wraps(hook)
         def then_exchange() -> None:
             hook()
             self.exchange.epoch_end()
 
-        module.__dict__[_HOOK] = then_exchange
+        self._hooked = module, vars(module).get(_HOOK)
+        object.__setattr__(module, _HOOK, then_exchange)
+
+    def _restore_hook(self) -> None:
+        if self._hooked is None:
+            return
+        (module, own), self._hooked = self._hooked, None
+        object.__delattr__(module, _HOOK)
+        if own is not None:
+            object.__setattr__(module, _HOOK, own)
 
 
 def attach(trainer: pl.Trainer, mesh: ParallelMesh, device: torch.device) -> LogExchange:
@@ -73,7 +86,7 @@ def attach(trainer: pl.Trainer, mesh: ParallelMesh, device: torch.device) -> Log
     """
     exchange = LogExchange(trainer, mesh, device)
     connector = ExchangingConnector(trainer, exchange)
-    connector.__dict__.update({**trainer._logger_connector.__dict__, "exchange": exchange})
+    connector.__dict__.update({**vars(trainer._logger_connector), "exchange": exchange, "_hooked": None})
     trainer._logger_connector = connector
     fit = trainer.fit_loop.epoch_loop
     for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop):
