@@ -279,8 +279,8 @@ class FiveD(ParallelSteps):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-        if self.world_size > 1:
-            self.logs = attach_logs(trainer, self.mesh, self.root_device)
+        if self.world_size > 1 and self.logs is None:
+            self.logs = attach_logs(trainer, self.mesh, self.root_device, self._timeout)
 
     def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
         problems = []

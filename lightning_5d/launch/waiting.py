@@ -47,7 +47,7 @@ class Place:
 
     Attributes:
         progress: How far its loops have come.
-        call: The innermost function of a person's own code, or else of Lightning's.
+        call: The innermost function of a person's own code, and before it that of Lightning's, if that was between.
         inside: The function that waits.
         stack: All calls around the wait, to compare with those of other ranks.
     """
@@ -82,12 +82,13 @@ def waiting_place(frame: FrameType | None, progress: str) -> Place | None:
         name = frame.f_code.co_filename
         line = f"{name}:{frame.f_lineno} ({frame.f_code.co_name})"
         lines.append(line)
+        if not call and not lightnings and name.startswith(_LIGHTNING):
+            lightnings = line
         if not call and not name.startswith((_SITE, _OWN, os.path.dirname(os.__file__), "<")):
             call = line
-        if not lightnings and name.startswith(_LIGHTNING):
-            lightnings = line
         frame = frame.f_back
-    return Place(progress, call or lightnings or lines[0], inside, "\n".join(lines))
+    callers = [line for line in (lightnings, call) if line] or lines[:1]
+    return Place(progress, ", called from ".join(callers), inside, "\n".join(lines))
 
 
 def _waits(filename: str) -> bool:

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +82,13 @@ class LogExchange:
         trainer: Whose loops log.
         mesh: The ranks by axis.
         device: Where a collective's tensor may live.
+        timeout: Longest wait for a message.
     """
 
     trainer: pl.Trainer
     mesh: ParallelMesh
     device: torch.device
+    timeout: timedelta
     _lists: dict[tuple[int, Point], dict[str, Declaration]] = field(default_factory=dict)
     _step: _Round | None = None
     _late: _Round | None = None
@@ -94,9 +97,9 @@ class LogExchange:
 
     def __post_init__(self) -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        if "cpu:" not in dist.get_backend_config():
-            # Flags have to be read on the host, which must not wait for the device.
-            self._host_group = dist.new_group(backend="gloo")
+        # On the host, as flags are read there, which must not wait for a device; a group of its own, as ranks that have
+        # parted would else take these messages for other ones.
+        self._host_group = dist.new_group(backend="gloo", timeout=self.timeout)
         # Replicas must count once, and a device's values need not come to the host.
         self._alone = self.mesh.replica_group is None and self.device.type == "cpu"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -76,15 +77,16 @@ class ExchangingConnector(_LoggerConnector):
             object.__setattr__(module, _HOOK, own)
 
 
-def attach(trainer: pl.Trainer, mesh: ParallelMesh, device: torch.device) -> LogExchange:
+def attach(trainer: pl.Trainer, mesh: ParallelMesh, device: torch.device, timeout: timedelta) -> LogExchange:
     """Has the ranks of `trainer` agree on what they log; all ranks call it, before its loops run.
 
     Args:
         trainer: A Trainer of several ranks.
         mesh: The ranks by axis.
         device: Where a collective's tensor may live.
+        timeout: Longest wait for a message.
     """
-    exchange = LogExchange(trainer, mesh, device)
+    exchange = LogExchange(trainer, mesh, device, timeout)
     connector = ExchangingConnector(trainer, exchange)
     connector.__dict__.update({**vars(trainer._logger_connector), "exchange": exchange, "_hooked": None})
     trainer._logger_connector = connector
