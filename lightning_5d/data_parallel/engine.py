@@ -137,7 +137,7 @@ class ShardedEngine(Engine):
             self.traffic = exchange.traffic
         transports = [] if exchange is None else [t for t in (exchange.shard, exchange.replicate) if t is not None]
         self._root = states[0]
-        self._agreement = Agreement(transports, [mesh.get_group() for mesh in meshes], self._root._device)
+        self._agreement = Agreement(transports, [mesh.get_group() for mesh in meshes])
         self.groups: list[RecordingParamGroup] = [group for state in states for group in adopt(state, exchange)]
         self._last = self._complete = True
         self._depth = 0
