@@ -12,6 +12,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric
 
+from lightning_5d.logs.recording import merge, recording, replay
+from lightning_5d.logs.values import LoggedValues
 from tests.modules import TinyLM, loader
 from tests.ranks.failure import RankError
 from tests.ranks.pool import RankPool
@@ -296,3 +298,31 @@ def test_a_rank_that_stops_alone_stops_all_at_the_same_step(
     assert found[0][0] == found[1][0]
     assert found[0][0] in (steps, steps - 1)
     assert max(seconds for _, seconds in found) < 10
+
+
+def _logged(parts: list[tuple[Tensor, int]], in_parts: bool) -> dict[str, float]:
+    values = LoggedValues(training=True)
+
+    def step(batch: Tensor, size: int) -> None:
+        both = {"on_step": True, "on_epoch": True}
+        values.log("training_step", "mean", batch.mean(), batch_size=size, **both)
+        for name in ("sum", "max", "min"):
+            values.log("training_step", name, getattr(batch, name)(), reduce_fx=name, **both)
+
+    for _ in range(2):
+        if in_parts:
+            with recording(values) as calls:
+                for part, size in parts:
+                    step(part, size)
+            replay(values, merge(calls))
+        else:
+            step(torch.cat([part for part, _ in parts]), sum(size for _, size in parts))
+    return plain({**values.metrics(on_step=True)["log"], **values.metrics(on_step=False)["log"]})
+
+
+def test_a_step_recorded_in_parts_logs_what_the_whole_batch_does() -> None:
+    parts = [(torch.tensor([1.0, 5.0, 3.0]), 3), (torch.tensor([8.0]), 1)]
+    whole_batch = _logged(parts, in_parts=False)
+    assert whole_batch["mean_step"] == 17 / 4
+    assert whole_batch["sum_epoch"] == 34
+    assert _logged(parts, in_parts=True) == pytest.approx(whole_batch)
