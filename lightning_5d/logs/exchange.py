@@ -202,8 +202,8 @@ class LogExchange:
         counts[sent.point] -= 1
         others = ", ".join(f"{count} at {_NAMES[point]}" for point, count in zip(Point, counts, strict=True) if count)
         raise MisconfigurationException(
-            f"The ranks have parted: rank {self._rank} of {self._world} is at {sent.place}, of the others {others}, of"
-            " this epoch or another. Loops must be the same on every rank: the same number of batches, the same validation, no `break`"
+            f"The ranks have parted: rank {self._rank} of {self._world} is at {sent.place}, of the others {others}, in"
+            " this batch or another. Loops must be the same on every rank: the same number of batches, the same validation, no `break`"
             " or -1 on some ranks only. To stop all ranks, set `trainer.should_stop = True` on any of them."
         )
 
@@ -249,11 +249,10 @@ class LogExchange:
         trainer = self.trainer
         progress = trainer.fit_loop.epoch_loop.batch_progress
         stage = trainer.state.stage
-        kind = "training" if stage is None else stage.value
-        place = (
-            f"{_NAMES[point]} ({kind}, epoch {trainer.current_epoch}, {progress.current.ready} batches of it trained on"
-        )
-        place += ")" if values.training else f", batch {values.batches} of this loop)"
+        kind = "" if stage is None else f"{stage.value}, "
+        trained = f"batch {progress.current.ready} of epoch {trainer.current_epoch}"
+        where = trained if values.training else f"batch {values.batches + 1} after {trained}"
+        place = f"{_NAMES[point]} ({kind}{where})"
         return place, zlib.crc32(place.encode()) % _PLACES
 
     # Values

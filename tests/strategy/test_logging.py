@@ -300,6 +300,26 @@ def test_a_rank_that_stops_alone_stops_all_at_the_same_step(
     assert max(seconds for _, seconds in found) < 10
 
 
+class Leaves(TinyLM):
+    """Rank 1 leaves its epoch before the third batch."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+        return -1 if self.global_rank == 1 and batch_idx == 2 else None
+
+
+def _leaves(rank: int) -> None:
+    zero(0, 2).fit(Leaves(), loader(32))
+
+
+def test_a_rank_that_leaves_its_loop_is_told_where_the_others_are(ranks: RankPool) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks(2, _leaves, **TRAINER)
+    assert "rank 1 of 2 is at the end of an epoch (train, batch 3 of epoch 0)" in str(caught.value)
+    assert "of the others 1 at a training step" in str(caught.value)
+    assert time.monotonic() - started < 15
+
+
 def _logged(parts: list[tuple[Tensor, int]], in_parts: bool) -> dict[str, float]:
     values = LoggedValues(training=True)
 
