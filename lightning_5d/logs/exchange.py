@@ -179,7 +179,7 @@ class LogExchange:
         message = torch.zeros(_MESSAGE, dtype=torch.float64)
         place, code = self._place(point, values)
         message[_STOP] = stop
-        message[_NEWS] = any(agreed.get(key) != theirs.declaration for key, theirs in mine.items())
+        message[_NEWS] = any(not part.declaration.matches(agreed.get(key)) for key, part in mine.items())
         message[_PLACE], message[_PLACE_SQUARED] = code, code * code
         message[_AT + point] = 1
         keys = list(agreed.values())
@@ -231,7 +231,8 @@ class LogExchange:
 
     def _extend(self, sent: _Round) -> None:
         agreed = self._list(sent.point, sent.values)
-        new = {key: part.declaration for key, part in sent.mine.items() if agreed.get(key) != part.declaration}
+        mine = {key: part.declaration for key, part in sent.mine.items()}
+        new = {key: declaration for key, declaration in mine.items() if not declaration.matches(agreed.get(key))}
         gathered: list[Any] = [None] * self._world
         dist.all_gather_object(gathered, new, group=self._host_group)
         by_key: dict[str, dict[str, Declaration]] = {}
@@ -264,7 +265,8 @@ class LogExchange:
         on_step = sent.point in (Point.STEP, Point.BATCH_END)
         totals = self._totals(sent, tensors)
         for key in tensors:
-            sent.values.accept(key, totals[key.key], on_step)
+            if key.key in totals:  # not a key of groups that this rank is in none of
+                sent.values.accept(key, totals[key.key], on_step)
         metrics = [key for key, _ in logged if not key.is_tensor]
         for key in metrics:
             sent.values.compute(key, self.trainer.lightning_module, self._rank, self.device)

@@ -177,7 +177,9 @@ class Grouped(TinyLM):
             pair = self.trainer.pair  # type: ignore[attr-defined]
             value = torch.tensor(1.0 + self.global_rank)
             self.log("pair", value, on_step=True, on_epoch=True, sync_dist=True, sync_dist_group=pair)
-        self.log("everyone", 1.0 * self.global_rank, sync_dist=True)
+            if self.global_rank < 2:
+                self.log("first", value, sync_dist=True, sync_dist_group=pair)
+        self.log("everyone", 1.0 * self.global_rank, sync_dist=True, prog_bar=self.global_rank == 0)
         return self.loss(batch)
 
 
@@ -199,6 +201,7 @@ def test_a_group_of_ones_own_is_the_mean_over_it(ranks: RankPool) -> None:
     assert [rank["pair_step"] for rank in found] == [1.5, 1.5, 3.0, 3.0]
     assert [rank["pair_epoch"] for rank in found] == [1.5, 1.5, 3.0, 3.0]
     assert [rank["everyone"] for rank in found] == [1.5] * 4
+    assert [rank.get("first") for rank in found] == [1.5, 1.5, None, None]
 
 
 class Unlike(TinyLM):
