@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -215,6 +216,9 @@ class FiveD(ParallelSteps):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
+        if self.global_rank != 0:
+            # Lightning 2.6.6 asks torch 2.13 in a way that torch will drop; rank 0 says so once.
+            warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
         expected = self.num_nodes * self.num_processes
         if dist.is_initialized() and dist.get_world_size() != expected:
             raise MisconfigurationException(
