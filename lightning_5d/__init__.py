@@ -1,5 +1,6 @@
 """Five-dimensional parallel training for PyTorch Lightning: `Trainer(strategy=FiveD(...))`."""
 
+from lightning_5d.activation_checkpointing import ActivationCheckpointing
 from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.parallelism import Parallelism, Problem, RunContext
 from lightning_5d.plan import ParallelPlan
@@ -7,6 +8,15 @@ from lightning_5d.precision import FiveDPrecision
 from lightning_5d.registry import register_strategies
 from lightning_5d.strategy import FiveD
 
-__all__ = ["FiveD", "FiveDPrecision", "ParallelPlan", "Parallelism", "Problem", "RunContext", "ZeRO"]
+__all__ = [
+    "ActivationCheckpointing",
+    "FiveD",
+    "FiveDPrecision",
+    "ParallelPlan",
+    "Parallelism",
+    "Problem",
+    "RunContext",
+    "ZeRO",
+]
 
 register_strategies()
