@@ -19,7 +19,7 @@ from lightning_5d.memory_budget import BudgetKeeping, MemoryBudget
 from lightning_5d.names import plain_name
 from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext
 from lightning_5d.plan import ParallelPlan, find_plan
-from lightning_5d.recomputation import KEEP_INPUTS, CheckpointedForward, Rerun
+from lightning_5d.recomputation import KEEP_INPUTS, CheckpointedForward, Keeping, Rerun
 from lightning_5d.saved_activations import measure
 from lightning_5d.saved_operations import DEFAULT, GROUPS, ChosenOperations, SavedOperations, operations, unknown
 

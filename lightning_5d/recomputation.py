@@ -11,12 +11,14 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -157,7 +159,7 @@ class Surroundings:
         """Writes down how things are now."""
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._dtype = torch.get_default_dtype()
-        self._buffers = self._written.copies()
+        self._buffers = self._written.before()
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -165,7 +167,7 @@ class Surroundings:
         self.note()
         with _casts_not_kept():
             yield
-        self._buffers = self._written.keep_changed(self._buffers)
+        self._buffers = self._written.after(self._buffers)
 
     @contextmanager
     def again(self, step_context: bool = True) -> Iterator[None]:
@@ -174,7 +176,7 @@ class Surroundings:
         with ExitStack() as stack:
             if step_context:
                 stack.enter_context(self._step_context())
-            stack.enter_context(swapped_buffers(self._buffers))
+            stack.enter_context(swapped(self._buffers))
             stack.enter_context(_casts_not_kept())
             try:
                 random.setstate(self._python)
@@ -199,7 +201,28 @@ def _casts_not_kept() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-Place = tuple[nn.Module, str]
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer before a forward: where it is, the tensor, its version, and a copy if the forward may write to it."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+    copied: Tensor | None
+
+    @property
+    def key(self) -> tuple[int, str, bool]:
+        """What it is known by; a module may write in training and not in evaluation."""
+        return id(self.owner), self.name, self.owner.training
+
+    def written(self) -> bool:
+        """Whether it has been written to, or replaced, since."""
+        if self.owner._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version:
+            return True
+        if isinstance(self.owner, _NormBase):
+            return self.owner.training  # batch normalization leaves no trace in the version; checked with torch 2.13
+        return self.copied is not None and not torch.equal(self.copied, self.tensor)
 
 
 class Written:
@@ -207,46 +230,43 @@ class Written:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._constant: set[tuple[int, str]] = set()
+        self._constant: set[tuple[int, str, bool]] = set()
 
-    def copies(self) -> list[tuple[Place, Tensor, int, Tensor | None]]:
-        """Every buffer, its version, and a copy of those that a forward may write."""
-        # A buffer that a forward has left alone is not copied again: it may be a large mask.
+    def before(self) -> list[Buffer]:
+        """Every buffer, with a copy of those that a forward may write."""
+        # One that a forward has left alone is not copied again: it may be a large mask.
         return [
-            ((owner, name), buffer, buffer._version, None if (id(owner), name) in self._constant else buffer.clone())
+            Buffer(
+                owner,
+                name,
+                tensor,
+                tensor._version,
+                None if (id(owner), name, owner.training) in self._constant else tensor.clone(),
+            )
             for owner in self.module.modules()
-            if owner._buffers
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and not buffer.is_inference()
+            for name, tensor in owner._buffers.items()
+            if tensor is not None and not tensor.is_inference()
         ]
 
-    def keep_changed(
-        self, before: Sequence[tuple[Place, Tensor, int, Tensor | None]]
-    ) -> list[tuple[Place, Tensor, int, Tensor | None]]:
+    def after(self, before: Sequence[Buffer]) -> list[Buffer]:
         """Those that have been written since."""
-        changed = []
-        for place, buffer, version, copied in before:
-            owner, name = place
-            key = (id(owner), name)
-            if owner._buffers.get(name) is buffer and buffer._version == version:
-                self._constant.add(key)
-                continue
-            self._constant.discard(key)
-            changed.append((place, buffer, version, copied))
-        return changed
+        written = [buffer for buffer in before if buffer.written()]
+        self._constant |= {buffer.key for buffer in before}
+        self._constant -= {buffer.key for buffer in written}
+        return written
 
 
 @contextmanager
-def swapped_buffers(buffers: Sequence[tuple[Place, Tensor, int, Tensor | None]]) -> Iterator[None]:
+def swapped(buffers: Sequence[Buffer]) -> Iterator[None]:
     """Puts the old values in place of buffers, as tensors of their own, and takes them out again."""
-    now = {place: place[0]._buffers.get(place[1]) for place, *_ in buffers}
+    now = [buffer.owner._buffers.get(buffer.name) for buffer in buffers]
     try:
-        for (owner, name), buffer, _, copied in buffers:
-            owner._buffers[name] = (buffer if copied is None else copied).clone()
+        for buffer in buffers:
+            buffer.owner._buffers[buffer.name] = (buffer.tensor if buffer.copied is None else buffer.copied).clone()
         yield
     finally:
-        for (owner, name), current in now.items():
-            owner._buffers[name] = current
+        for buffer, current in zip(buffers, now, strict=True):
+            buffer.owner._buffers[buffer.name] = current
 
 
 class Entered:
