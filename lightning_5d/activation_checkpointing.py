@@ -145,8 +145,10 @@ class Checkpointed(Parallelized):
             forward = CheckpointedForward(unit, keeping, self._step_contexts)
             unit.__dict__["forward"] = forward
             self._forwards.append(forward)
-        configs = (getattr(inner, "config", None) for inner in module.modules())
-        self._caching = {id(config): config for config in configs if getattr(config, "use_cache", None) is True}
+        configs: Iterator[Any] = (getattr(inner, "config", None) for inner in module.modules())
+        self._caching: dict[int, Any] = {
+            id(config): config for config in configs if getattr(config, "use_cache", None) is True
+        }
 
     @contextmanager
     @override

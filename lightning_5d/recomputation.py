@@ -126,7 +126,7 @@ class Call:
         surroundings = Surroundings(self.owner.step_context, self.owner.written)
         if policy is KEEP_INPUTS:
             return Entered(surroundings.first), Entered(surroundings.again)
-        caching, cached = create_selective_checkpoint_contexts(policy)
+        caching, cached = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         return Entered(surroundings.first, lambda: caching), Entered(surroundings.again, lambda: cached)
 
     @contextmanager

@@ -80,11 +80,11 @@ def measure(run: Callable[[], Any], inputs: Sequence[Tensor], module: nn.Module)
     return Measured(sum(sizes.values()), sum(sizes[key] for key in kept), tuple(needed))
 
 
-class _Meter(TorchDispatchMode):
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations that could be kept."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[tuple[Any, int], Operation] = {}
         self.total = self.last_save = 0
         self._makers: dict[int, tuple[Any, int]] = {}
@@ -129,4 +129,4 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -116,5 +116,5 @@ def _overloads(name: str) -> list[OpOverload]:
     if isinstance(found, OpOverload):
         return [found]
     if isinstance(found, OpOverloadPacket):
-        return [getattr(found, overload) for overload in found.overloads()]
+        return [getattr(found, overload) for overload in found.overloads()]  # type: ignore[no-untyped-call]
     return []

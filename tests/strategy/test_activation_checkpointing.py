@@ -4,24 +4,33 @@ import copy
 import gc
 import pickle
 import random
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_5d import ActivationCheckpointing, RunContext
+from lightning_5d import ActivationCheckpointing, FiveD, ParallelPlan, RunContext, ZeRO
 from lightning_5d.activation_checkpointing import Checkpointed, restore
 from lightning_5d.models.activations import block_activation_bytes
 from lightning_5d.models.decoder import Decoder, DecoderConfig, rotary_angles
 from lightning_5d.plan import find_plan
+from lightning_5d.verify import Parity, verify
+from tests.modules import TinyLM, batches, loader
+from tests.ranks.pool import RankPool
+from tests.trainers import quiet, zero
 
+SEPARATE = {"backend": None, "timeout": 50.0}
 SEPARATE = {"backend": None, "timeout": 50.0}
 FULL, SELECTIVE, HALF = (
     ActivationCheckpointing(),
@@ -144,14 +153,6 @@ def test_attention_is_kept_and_random_operations_are_not(dropout: float) -> None
     check_equal(lambda: Stack(lambda: Attending(dropout)), SELECTIVE)
     everything = ActivationCheckpointing("selective", save=("native_dropout", "bernoulli_", "rand_like", "empty_like"))
     check_equal(lambda: Stack(lambda: Attending(dropout)), everything)
-
-
-@torch.library.custom_op("fived_tests::noisy", mutates_args=())
-def noisy(x: Tensor) -> Tensor:
-    return x + torch.rand_like(x)
-
-
-noisy.register_autograd(lambda ctx, grad: grad)
 
 
 class Seeded(nn.Module):
@@ -374,3 +375,308 @@ def test_a_budget_below_the_inputs_keeps_the_inputs_and_says_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         applied.after_backward()  # once
+
+
+def compiled_gradients(options: ActivationCheckpointing | None, compiled: bool) -> list[Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Stack(lambda: Attending(0.0), 2).eval()
+    for layer in module.layers:
+        layer.dropout = 0.0  # type: ignore[assignment]
+    apply(module, options)
+    if compiled:
+        for layer in module.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+    module(torch.ones(2, 5, 8)).square().sum().backward()
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.mode)
+def test_blocks_compile_whole(mode: ActivationCheckpointing) -> None:
+    expected = compiled_gradients(None, compiled=False)
+    torch.testing.assert_close(compiled_gradients(mode, compiled=True), expected, rtol=1e-5, atol=1e-5)
+
+
+# What is refused
+
+
+def problems_of(module: nn.Module | None = None, plan: ParallelPlan | None = None, **options: Any) -> list[str]:
+    context = RunContext(1, 1, "cpu", "32-true", {}, module, plan)
+    return [str(problem) for problem in ActivationCheckpointing(**options).validate(context)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mode": "ful"}, ["mode='ful'", "full, selective, budget"]),
+        ({"every": 0}, ["every=0", "at least 1"]),
+        ({"every": -2}, ["every=-2"]),
+        ({"every": 1.5}, ["every=1.5"]),
+        ({"memory_budget": 1.5}, ["memory_budget=1.5", "nearest is 1."]),
+        ({"memory_budget": -0.1}, ["memory_budget=-0.1", "nearest is 0."]),
+        ({"memory_budget": float("nan")}, ["memory_budget=nan"]),
+        ({"memory_budget": "a"}, ["memory_budget='a'"]),
+        ({"mode": "budget"}, ["no memory_budget"]),
+        ({"mode": "selective", "memory_budget": 0.5}, ["a budget chooses operations itself"]),
+        ({"mode": "selective", "save": ["matmull"]}, ["'matmull'", "'matmul'"]),
+        ({"mode": "selective", "save": ["aten.mmm", "mm"]}, ["'aten.mmm'", "'aten.mm'"]),
+        ({"mode": "selective", "save": []}, ["keeps nothing"]),
+        ({"save": ["mm"]}, ["only the selective mode"]),
+        ({"modules": [""]}, ["not names"]),
+        ({"modules": [3]}, ["not names"]),
+    ],
+)
+def test_wrong_options_are_told_with_what_works(options: dict[str, Any], said: list[str]) -> None:
+    (problem,) = problems_of(**options)
+    assert all(part in problem for part in said), problem
+
+
+def test_all_wrong_options_are_in_the_one_error_of_the_trainer() -> None:
+    with pytest.raises(MisconfigurationException) as raised:
+        quiet(strategy=FiveD(ZeRO(stage=7), activation_checkpointing={"mode": "no", "every": 0}), devices=1)
+    assert all(part in str(raised.value) for part in ("3 settings", "stage=7", "mode='no'", "every=0"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (False, None),
+        (True, FULL),
+        ("selective", SELECTIVE),
+        (0.5, HALF),
+        ({"every": 2}, ActivationCheckpointing(every=2)),
+        (FULL, FULL),
+    ],
+)
+def test_short_forms(given: Any, expected: ActivationCheckpointing | None) -> None:
+    plugins = FiveD(activation_checkpointing=given).plugins
+    assert [plugin for plugin in plugins if not isinstance(plugin, ZeRO)] == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize("given", [[1], {"evry": 2}])
+def test_other_forms_are_refused(given: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="activation_checkpointing="):
+        FiveD(activation_checkpointing=given)
+
+
+class OwnCheckpointing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+
+def test_what_a_module_lacks_or_does_already_is_told() -> None:
+    tiny = TinyLM()
+    (problem,) = problems_of(tiny, modules=["*.mlp"])
+    assert "matches no module of TinyLM" in problem
+    assert "up" in problem
+    (problem,) = problems_of(tiny, modules=["layers"])
+    assert "contains whole blocks" in problem
+    (problem,) = problems_of(nn.Linear(2, 2))
+    assert "found no blocks in Linear" in problem
+    (problem,) = problems_of(tiny, ParallelPlan(("stack.*",)))
+    assert "stack.*" in problem
+    (problem,) = problems_of(OwnCheckpointing())
+    assert "already recomputes" in problem
+    assert problems_of(tiny, modules=["*.up", "layers.0"]) == []
+
+
+def test_patterns_choose_the_outermost_modules_inside_blocks() -> None:
+    def chosen(**options: Any) -> list[str]:
+        tiny = TinyLM()
+        applied = apply(tiny, ActivationCheckpointing(**options))
+        assert applied is not None
+        return applied.names
+
+    assert chosen() == ["layers.0", "layers.1", "layers.2"]
+    assert chosen(every=2) == ["layers.0", "layers.2"]
+    assert chosen(modules=["*.up"], every=2) == ["layers.0.up", "layers.2.up"]
+    assert chosen(modules=["*"]) == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    assert chosen(modules="layers.1.*") == [f"layers.1.{name}" for name in ("norm", "up", "down", "dropout")]
+
+
+# In a Trainer
+
+
+def _verify(rank: int, stage: int, mode: Any, precision: str, tied: bool) -> Parity:
+    strategy = FiveD(ZeRO(stage=stage), activation_checkpointing=mode)
+    module = TinyLM(tied=tied)
+    return verify(module, batches(12), strategy, accumulate_grad_batches=2, gradient_clip_val=0.5, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode", "precision", "tied"),
+    [
+        (0, "full", "32-true", False),
+        (1, "selective", "bf16-mixed", True),
+        (2, 0.5, "32-true", True),
+        (3, "full", "bf16-true", False),
+        (3, "selective", "32-true", True),
+        (3, {"modules": ["*.down"], "every": 2}, "32-true", False),
+    ],
+)
+def test_recomputation_equals_one_process(ranks: RankPool, stage: int, mode: Any, precision: str, tied: bool) -> None:
+    results = ranks(2, _verify, stage, mode, precision, tied, **SEPARATE)
+    assert results[0].passed, "\n" + results[0].table()
+
+
+class Watched(TinyLM):
+    """Dropout; a float tensor of the default dtype made in each block; the generators after each step."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        for layer in self.layers:
+            layer.dropout.p = 0.5  # type: ignore[union-attr]
+            layer.register_forward_pre_hook(lambda module, args: (args[0] * torch.ones(1),))
+        self.after: list[list[float]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = self.loss(batch)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        self.after.append(torch.rand(2).tolist())
+        optimizer.step()  # type: ignore[union-attr]
+        return None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.after.append(torch.rand(2).tolist())
+
+
+def _watched(rank: int, stage: int, manual: bool, precision: str, mode: Any) -> tuple[Any, ...]:
+    from tests.trainers import whole
+
+    L.seed_everything(3, verbose=False)
+    strategy = FiveD(ZeRO(stage=stage), activation_checkpointing=mode)
+    trainer = quiet(
+        strategy=strategy, devices=2, precision=precision, accumulate_grad_batches=1 if manual else 2, max_epochs=1
+    )
+    module = Watched(manual)
+    trainer.fit(module, loader(16))
+    traffic = strategy.parallelized[-1].engine.traffic  # type: ignore[attr-defined]
+    return whole(module), module.after, traffic.calls, traffic.bytes
+
+
+@pytest.mark.parametrize(
+    ("stage", "manual", "precision"),
+    [(0, False, "32-true"), (1, True, "bf16-true"), (3, False, "bf16-true"), (3, True, "32-true")],
+)
+def test_weights_random_numbers_and_collectives_are_those_without(
+    ranks: RankPool, stage: int, manual: bool, precision: str
+) -> None:
+    without = ranks(2, _watched, stage, manual, precision, None, **SEPARATE)
+    for mode in ("full", "selective"):
+        found = ranks(2, _watched, stage, manual, precision, mode, **SEPARATE)
+        for one, other in zip(found, without, strict=True):
+            torch.testing.assert_close(one[0], other[0], rtol=0, atol=0)
+            assert one[1:] == other[1:]
+
+
+def _saved_and_loaded(rank: int, folder: str) -> tuple[list[str], list[bool], bool]:
+    path = f"{folder}/run.ckpt"
+    first = quiet(strategy=FiveD(ZeRO(stage=3), activation_checkpointing="selective"), devices=2)
+    first.fit(TinyLM(), loader(8))
+    first.save_checkpoint(path)
+    names = list(torch.load(path, weights_only=False)["state_dict"])
+    module = TinyLM.load_from_checkpoint(path)
+    quiet(strategy=FiveD(ZeRO(stage=0), activation_checkpointing="full"), devices=2).fit(module, loader(8))
+    patched = "forward" in module.layers[0].__dict__
+    again = zero(0, 2, max_epochs=2)
+    again.fit(module, loader(8), ckpt_path=path)
+    return names, [patched, "forward" in module.layers[0].__dict__], again.global_step > first.global_step
+
+
+def test_a_checkpoint_has_plain_names_and_the_next_trainer_its_own_setting(ranks: RankPool, tmp_path: Path) -> None:
+    for names, patched, resumed in ranks(2, _saved_and_loaded, str(tmp_path), **SEPARATE):
+        assert names == list(TinyLM().state_dict())
+        assert patched == [True, False]
+        assert resumed
+
+
+class Llama(L.LightningModule):
+    """A Hugging Face model as it comes: it fills a cache in training, unless somebody stops it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=13,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                attention_dropout=0.2,
+            )
+        )
+        self.cached: list[bool] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.cached.append(
+            any(value is not None for key, value in self.model(input_ids=batch).items() if key != "logits")
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _llama(rank: int, modes: list[Any]) -> list[Any]:
+    from tests.trainers import whole
+
+    found = []
+    for mode in modes:
+        L.seed_everything(3, verbose=False)
+        module = Llama()
+        trainer = quiet(strategy=FiveD(ZeRO(stage=3), activation_checkpointing=mode), devices=2)
+        trainer.fit(module, loader(8), loader(4))
+        found.append((whole(module), module.cached, module.model.config.use_cache))
+    return found
+
+
+def test_a_hugging_face_model_that_caches(ranks: RankPool) -> None:
+    pytest.importorskip("transformers")
+    for without, *others in ranks(2, _llama, [None, "full", "selective", 0.4], **SEPARATE):
+        assert without[1:] == ([True], True)
+        for other in others:
+            torch.testing.assert_close(other[0], without[0], rtol=0, atol=0)
+            assert other[1:] == without[1:]
+
+
+def test_a_cache_with_something_in_it_is_found_again_as_it_was() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def gradients(options: ActivationCheckpointing | None) -> tuple[list[Tensor], int]:
+        model = Llama().model.eval()
+        applied = apply(model, options)
+        prefix = model(input_ids=torch.arange(4)[None], use_cache=True)
+        cache = next(value for value in prefix.values() if isinstance(value, transformers.Cache))
+        model(
+            input_ids=torch.arange(3)[None], labels=torch.arange(3)[None], **{_cache_name(model): cache}
+        ).loss.backward()
+        assert applied is None or applied.names == ["model.layers.0", "model.layers.1"]
+        return [p.grad for p in model.parameters() if p.grad is not None], cache.get_seq_length()
+
+    expected, length = gradients(None)
+    assert length == 7
+    for mode in MODES:
+        found, length = gradients(mode)
+        assert length == 7
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def _cache_name(model: nn.Module) -> str:
+    import inspect
+
+    return next(name for name in ("cache", "past_key_values") if name in inspect.signature(model.forward).parameters)
