@@ -44,7 +44,7 @@ def forward_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
     packet = getattr(func, "_overloadpacket", None)
     if packet is _CPU_ATTENTION:  # torch 2.13 has no formula for the CPU's kernel
         query, key, value = args[:3]
-        return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+        return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
