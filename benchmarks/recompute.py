@@ -3,8 +3,8 @@
     python benchmarks/recompute.py [--size small|medium] [--batch 4] [--tokens 256] [--rounds 5]
 
 One process, one thread. Modes take turns within each round; a time is the median over rounds of the mode's over that of the
-run without checkpointing. Held bytes are those of all storages that a forward has made and that are alive when it ends, apart
-from parameters; the peak is torch's own memory tracker's, over a whole step, less parameters and gradients.
+run without checkpointing. Bytes are those of all storages that operations have made and that are alive: held when the forward
+ends, and the peak of the whole step. Parameters and their gradients, which are there before, are not among them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,24 +47,25 @@ FORMULAS = {"nothing recomputed": "none", "full": "full", "selective": "selectiv
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of storages made under it that are still alive."""
+    """Bytes of the storages that operations under it have made and that are alive, now and at most."""
 
     def __init__(self, apart_from: torch.nn.Module) -> None:
         super().__init__()
-        self._foreign = {p.untyped_storage()._cdata for p in apart_from.parameters()}
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.now = self.peak = 0
+        self._known = weakref.WeakSet(p.untyped_storage() for p in apart_from.parameters())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._foreign:
-                storage = leaf.untyped_storage()
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()) not in self._known:
+                self._known.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        self.peak = max(self.peak, self.now)
         return out
 
-    def now(self) -> int:
-        gc.collect()
-        return sum(size for reference, size in self._made.values() if not reference.expired())
+    def _freed(self, size: int) -> None:
+        self.now -= size
 
 
 class Contestant:
@@ -88,22 +88,15 @@ class Contestant:
         self.loss().backward()
         return time.perf_counter() - begin
 
-    def held(self) -> int:
+    def memory(self) -> tuple[int, int]:
+        """Bytes held between forward and backward, and at most during the step, gradients in place."""
+        self.decoder.zero_grad(set_to_none=False)
         with Alive(self.decoder) as alive:
             loss = self.loss()
-        held = alive.now()
-        del loss
-        return held
-
-    def peak(self) -> int:
-        self.decoder.zero_grad()
-        tracker = MemTracker()
-        tracker.track_external(self.decoder)
-        with tracker:
-            self.loss().backward()
-        (snapshot,) = tracker.get_tracker_snapshot("peak").values()
-        fixed = sum(p.numel() * p.itemsize for p in self.decoder.parameters())
-        return int(snapshot["Total"]) - fixed - int(next(v for k, v in snapshot.items() if str(k) == "Gradient"))
+            gc.collect()
+            held = alive.now
+            loss.backward()
+        return held, alive.peak
 
 
 def main() -> None:
@@ -116,8 +109,7 @@ def main() -> None:
     torch.set_num_threads(1)
     config = DecoderConfig.preset(arguments.size)
     contestants = {name: Contestant(config, mode, arguments.batch, arguments.tokens) for name, mode in MODES.items()}
-    held = {name: contestant.held() for name, contestant in contestants.items()}
-    peaks = {name: contestant.peak() for name, contestant in contestants.items()}
+    memory = {name: contestant.memory() for name, contestant in contestants.items()}
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(arguments.rounds):
         for name, contestant in contestants.items():
@@ -131,9 +123,10 @@ def main() -> None:
         if name in FORMULAS:
             per_block = block_activation_bytes(config, arguments.batch, arguments.tokens, 4, FORMULAS[name])  # type: ignore[arg-type]
             formula = f"{config.num_layers * per_block / 2**20:.1f}"
+        (held, peak), (all_held, all_peak) = memory[name], memory[base]
         print(
-            f"{name:24}{held[name] / 2**20:10.1f}{held[name] / held[base]:8.3f}{formula:>20}"
-            f"{peaks[name] / 2**20:10.1f}{peaks[name] / peaks[base]:8.3f}{ratio:8.3f}",
+            f"{name:24}{held / 2**20:10.1f}{held / all_held:8.3f}{formula:>20}"
+            f"{peak / 2**20:10.1f}{peak / all_peak:8.3f}{ratio:8.3f}",
             flush=True,
         )
 

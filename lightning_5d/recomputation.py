@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -80,7 +81,7 @@ class CheckpointedForward:
         if torch.compiler.is_compiling():
             return self._trace(*args, **kwargs)
         call = Call(self, args, kwargs)
-        if not any(tensor.requires_grad for tensor in (*call.tensors, *self.module.parameters())):
+        if not any(tensor.requires_grad for tensor in chain(call.tensors, self.module.parameters())):
             return self.original(*args, **kwargs)
         policy = self.keeping.policy(call.rerun)
         if policy is KEEP_ALL:
@@ -157,7 +158,7 @@ class Surroundings:
 
     def note(self) -> None:
         """Writes down how things are now."""
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._generators: tuple[Any, Any] | None = (random.getstate(), np.random.get_state())
         self._dtype = torch.get_default_dtype()
         self._buffers = self._written.before()
 
@@ -168,25 +169,50 @@ class Surroundings:
         with _casts_not_kept():
             yield
         self._buffers = self._written.after(self._buffers)
+        if self._generators is not None and not _have_drawn(*self._generators):
+            self._generators = None  # nothing to hold and to set for one that draws no such numbers
 
     @contextmanager
     def again(self, step_context: bool = True) -> Iterator[None]:
         """Around any later run."""
-        python, numpy_, dtype = random.getstate(), np.random.get_state(), torch.get_default_dtype()
+        dtype = torch.get_default_dtype()
         with ExitStack() as stack:
             if step_context:
                 stack.enter_context(self._step_context())
             stack.enter_context(swapped(self._buffers))
             stack.enter_context(_casts_not_kept())
+            if self._generators is not None:
+                stack.enter_context(_generators_at(*self._generators))
+            torch.set_default_dtype(self._dtype)
             try:
-                random.setstate(self._python)
-                np.random.set_state(self._numpy)
-                torch.set_default_dtype(self._dtype)
                 yield
             finally:
-                random.setstate(python)
-                np.random.set_state(numpy_)
                 torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def _generators_at(python: Any, numpy_: Any) -> Iterator[None]:
+    """Python's and NumPy's random numbers go on from these states, and afterwards from where they were."""
+    before = random.getstate(), np.random.get_state()
+    random.setstate(python)
+    np.random.set_state(numpy_)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def _have_drawn(python: Any, numpy_: Any) -> bool:
+    """Whether anybody has drawn a number since these states."""
+    now = np.random.get_state()
+    return bool(
+        random.getstate() != python
+        or any(
+            not np.array_equal(one, other) if isinstance(one, np.ndarray) else one != other
+            for one, other in zip(now, numpy_, strict=True)
+        )
+    )
 
 
 @contextmanager
