@@ -2,20 +2,25 @@
 
 from lightning_5d.activation_checkpointing import ActivationCheckpointing
 from lightning_5d.data_parallel.zero import ZeRO
+from lightning_5d.loss_scaling import LossScaling
 from lightning_5d.parallelism import Parallelism, Problem, RunContext
 from lightning_5d.plan import ParallelPlan
 from lightning_5d.precision import FiveDPrecision
 from lightning_5d.registry import register_strategies
+from lightning_5d.skipped_steps import SkippedStep, SkippedSteps
 from lightning_5d.strategy import FiveD
 
 __all__ = [
     "ActivationCheckpointing",
     "FiveD",
     "FiveDPrecision",
+    "LossScaling",
     "ParallelPlan",
     "Parallelism",
     "Problem",
     "RunContext",
+    "SkippedStep",
+    "SkippedSteps",
     "ZeRO",
 ]
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_5d.memory_budget import BudgetKeeping, MemoryBudget
 from lightning_5d.names import plain_name
-from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext
+from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized, Problem, RunContext
 from lightning_5d.plan import ParallelPlan, find_plan
 from lightning_5d.recomputation import KEEP_INPUTS, CheckpointedForward, Keeping, Rerun
 from lightning_5d.saved_activations import measure
@@ -80,7 +80,7 @@ class ActivationCheckpointing(Parallelism):
         return problems
 
     @override
-    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> Parallelized:
+    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Gives the chosen modules another forward."""
         return Checkpointed(module, self, plan)
 

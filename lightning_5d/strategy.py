@@ -28,6 +28,7 @@ from lightning_5d.checkpoint.full_state import contains_sharded
 from lightning_5d.communication import point_metrics_to
 from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.initialization import materialize, meta_tensors, synchronize_values
+from lightning_5d.logs import attach as attach_logs
 from lightning_5d.mesh import DATA_AXES, ParallelMesh, resolve_sizes
 from lightning_5d.parallelism import Parallelism, Problem, RunContext, plugin_problems, raise_problems
 from lightning_5d.plan import ParallelPlan, find_plan
@@ -139,8 +140,10 @@ class FiveD(ParallelSteps):
 
     @property
     @override
-    def precision_plugin(self) -> Precision:
-        return self._precision_plugin if self._precision_plugin is not None else FiveDPrecision()
+    def precision_plugin(self) -> FiveDPrecision:
+        if not isinstance(self._precision_plugin, FiveDPrecision):  # the connector asks before it has given one
+            return FiveDPrecision()
+        return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
@@ -282,6 +285,8 @@ class FiveD(ParallelSteps):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+        if self.world_size > 1 and self.logs is None:
+            self.logs = attach_logs(trainer, self.mesh, self.root_device, self._timeout)
 
     def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
         problems = []
@@ -306,14 +311,16 @@ class FiveD(ParallelSteps):
         raise_problems(problems)
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
-        self.model = self.precision_plugin.convert_module(module)
+        precision = self.precision_plugin
+        self.model = precision.convert_module(module)
         self.model_to_device()
         synchronize_values(module)
         plan = find_plan(module, self._plan)
         for applied in self.parallelized:
             applied.close()
         restore(module)  # what another Trainer's strategy may have left
-        self.parallelized = [plugin.parallelize(module, plan, self.mesh) for plugin in self.plugins]
+        precision.cast_activations(module, [module.get_submodule(name) for name in plan.block_names(module)])
+        self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in self.plugins]
         for applied in self.parallelized:
             applied.all_at_work(self.parallelized)
         if meta_tensors(module):
@@ -329,6 +336,7 @@ class FiveD(ParallelSteps):
     @override
     def teardown(self) -> None:
         self._evaluation.close()
+        self._schedules.close()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

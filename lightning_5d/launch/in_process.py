@@ -1,14 +1,18 @@
 """Ranks that are started from this process, for notebooks and tests; results come back into it."""
 
 import contextlib
+import functools
 import io
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +40,7 @@ from lightning_5d.launch.processes import describe_exit, die_with, leave
 from lightning_5d.launch.rendezvous import PrefixStore, Rendezvous, Store, listen
 from lightning_5d.launch.signals import take_over_sigterm
 from lightning_5d.launch.supervisor import GRACE_SECONDS, LAST_WORDS_SECONDS
+from lightning_5d.launch.waiting import progress_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -126,6 +131,7 @@ class InProcessLauncher(_MultiProcessingLauncher):
         context: Any = multiprocessing.get_context(self._start_method)
         if self._start_method == "forkserver":
             context.set_forkserver_preload(_PRELOAD)
+            _end_server_at_exit()
         results, theirs = context.Pipe(duplex=False)
         state = None if self._start_method == "fork" else _GlobalStateSnapshot.capture()
         # Otherwise a rank would start data loading processes the way it was started itself: slowly, and through a server
@@ -224,7 +230,9 @@ class InProcessLauncher(_MultiProcessingLauncher):
             return output if trainer is None else self._collect_rank_zero_results(trainer, output)
 
         try:
-            output = self._job.run(work, lambda: trainer is not None and trainer.received_sigterm)
+            output = self._job.run(
+                work, lambda: trainer is not None and trainer.received_sigterm, lambda: progress_of(trainer)
+            )
             if results is not None:
                 results.send_bytes(_to_bytes(move_data_to_device(output, "cpu")))
                 results.close()
@@ -265,6 +273,24 @@ class InProcessLauncher(_MultiProcessingLauncher):
         state: dict[str, Any] = super().__getstate__()
         state["_job"] = None
         return state
+
+
+@functools.cache
+def _end_server_at_exit() -> None:
+    """Lets this process outlive the fork server, which else goes on for a second or more: it has all of torch to put away."""
+    # A negative priority: after `multiprocessing` has waited for the processes that were started through it.
+    Finalize(None, _end_server, exitpriority=-1)
+
+
+def _end_server() -> None:
+    # Checked with Python 3.11: the standard library's name for its server's process is not public.
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
 
 
 def _to_bytes(value: Any) -> bytes:

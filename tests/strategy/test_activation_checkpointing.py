@@ -512,6 +512,8 @@ def _verify(rank: int, stage: int, mode: Any, precision: str, tied: bool) -> Par
     [
         (0, "full", "32-true", False),
         (1, "selective", "bf16-mixed", True),
+        (3, "selective", "bf16-mixed", False),
+        (2, "full", "16-true", False),
         (2, 0.5, "32-true", True),
         (3, "full", "bf16-true", False),
         (3, "selective", "32-true", True),
