@@ -511,11 +511,9 @@ def _verify(rank: int, stage: int, mode: Any, precision: str, tied: bool) -> Par
     ("stage", "mode", "precision", "tied"),
     [
         (0, "full", "32-true", False),
-        (1, "selective", "bf16-mixed", True),
-        (3, "selective", "bf16-mixed", False),
-        (2, "full", "16-true", False),
+        (1, "selective", "32-true", True),
         (2, 0.5, "32-true", True),
-        (3, "full", "bf16-true", False),
+        (3, "full", "64-true", False),
         (3, "selective", "32-true", True),
         (3, {"modules": ["*.down"], "every": 2}, "32-true", False),
     ],
@@ -567,7 +565,14 @@ def _watched(rank: int, stage: int, manual: bool, precision: str, mode: Any) -> 
 
 @pytest.mark.parametrize(
     ("stage", "manual", "precision"),
-    [(0, False, "32-true"), (1, True, "bf16-true"), (3, False, "bf16-true"), (3, True, "32-true")],
+    [
+        (0, False, "32-true"),
+        (1, True, "bf16-true"),
+        (2, False, "bf16-mixed"),
+        (3, False, "bf16-true"),
+        (3, True, "32-true"),
+        (3, True, "bf16-mixed"),
+    ],
 )
 def test_weights_random_numbers_and_collectives_are_those_without(
     ranks: RankPool, stage: int, manual: bool, precision: str
