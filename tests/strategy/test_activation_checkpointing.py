@@ -49,18 +49,20 @@ def apply(module: nn.Module, options: ActivationCheckpointing | None) -> Checkpo
     return Checkpointed(module, options, find_plan(module))
 
 
-def trained(make: Make, options: ActivationCheckpointing | None, steps: int = 2) -> tuple[list[Any], dict[str, Tensor]]:
+def trained(
+    make: Make, options: ActivationCheckpointing | None, steps: int = 2, device: str = "cpu"
+) -> tuple[list[Any], dict[str, Tensor]]:
     """Losses, the state after some steps, all gradients of the last one, and where the generators are afterwards."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    module = make()
+    module = make().to(device)
     apply(module, options)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     losses: list[Any] = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = module(torch.randn(4, 5, 8)).square().mean()
+        loss = module(torch.randn(4, 5, 8, device=device)).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -146,6 +148,16 @@ class Attending(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout).transpose(1, 2).flatten(-2)
         return x + F.dropout(out.sin(), 0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
+@pytest.mark.parametrize("mode", [*MODES, ActivationCheckpointing(memory_budget=0.9)])
+@pytest.mark.parametrize("block", [Dropping, Normalizing, lambda: Attending(0.4), lambda: Attending(0.0)])
+def test_an_accelerator_draws_its_numbers_again(block: Callable[[], nn.Module], mode: ActivationCheckpointing) -> None:
+    device = str(torch.accelerator.current_accelerator())
+    expected, found = (trained(lambda: Stack(block), options, 2, device) for options in (None, mode))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
