@@ -216,12 +216,12 @@ class SelectiveKeeping:
 
     def __init__(self, module: nn.Module, saved: SavedOperations) -> None:
         self._module, self._saved = module, saved
-        self._keys: frozenset[tuple[Any, int]] | None = None
+        self._keys: frozenset[tuple[str, int]] | None = None
 
     def policy(self, rerun: Rerun) -> Any:
         """The policy for one call."""
         if self._keys is None:
-            chosen = operations(self._saved.names)
+            chosen = {str(operation) for operation in operations(self._saved.names)}
             with rerun() as (run, inputs):
                 found = measure(run, inputs, self._module).operations
             self._keys = frozenset(operation.key for operation in found if operation.key[0] in chosen)

@@ -29,7 +29,7 @@ _STEPS = 1000
 class Choice:
     """What one module keeps: everything (``keys`` is None) or its inputs and the results of some operations."""
 
-    keys: frozenset[tuple[Any, int]] | None
+    keys: frozenset[tuple[str, int]] | None
     size: int
 
     def policy(self) -> Any:

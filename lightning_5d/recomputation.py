@@ -10,7 +10,7 @@ import copy
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -61,6 +61,13 @@ class CheckpointedForward:
         self.module, self.keeping, self.step_context = module, keeping, step_context
         self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
         self.written = Written(module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the module, or a pickle of it, is nobody's step: it must not take strategy and Trainer with it.
+        return {"module": self.module, "keeping": self.keeping, "previous": self.previous}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, step_context=nullcontext, written=Written(state["module"]))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -133,7 +140,8 @@ class Call:
     @contextmanager
     def rerun(self) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
         """Gives a function that runs the module before its first run, without a trace, and the inputs it uses."""
-        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors]
+        # Copies, and not leaves: the module may write to its inputs.
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad).clone() for tensor in self.tensors]
         given, self._given = self._given, None
         accelerators = sorted({t.device.index or 0 for t in inputs if t.device.type not in ("cpu", "meta")})
         kind = next((t.device.type for t in inputs if t.device.type not in ("cpu", "meta")), "cuda")

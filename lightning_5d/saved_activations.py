@@ -23,13 +23,13 @@ class Operation:
     """One call of an operation in a module's forward.
 
     Attributes:
-        key: The operation and how many calls of it came before.
+        key: The operation's name and how many calls of it came before.
         size: Bytes of what it returns.
         work: Floating-point operations; elements read and written where no formula is known.
         position: Its place among all operations of the forward.
     """
 
-    key: tuple[Any, int]
+    key: tuple[str, int]
     size: int
     work: float
     position: int
@@ -85,9 +85,9 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: dict[tuple[Any, int], Operation] = {}
+        self.calls: dict[tuple[str, int], Operation] = {}
         self.total = self.last_save = 0
-        self._makers: dict[int, tuple[Any, int]] = {}
+        self._makers: dict[int, tuple[str, int]] = {}
         self._seen: Counter[Any] = Counter()
 
     @override
@@ -96,7 +96,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if func in SAC_IGNORED_OPS:
             return out
-        key = (func, self._seen[func])
+        key = (str(func), self._seen[func])
         self._seen[func] += 1
         self.total += 1
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -61,16 +61,16 @@ class ChosenOperations:
     """The policy that keeps single calls of operations. It counts, so each call of the module needs its own.
 
     Args:
-        keys: Operations, each with the number of calls of it that came before.
+        keys: Names of operations, each with the number of calls of it that came before.
     """
 
-    def __init__(self, keys: frozenset[tuple[Any, int]]) -> None:
+    def __init__(self, keys: frozenset[tuple[str, int]]) -> None:
         self._keys = keys
         self._seen: Counter[Any] = Counter()
 
     def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """What torch asks for each operation, in the first run only."""
-        key = (operation, self._seen[operation])
+        key = (str(operation), self._seen[operation])
         self._seen[operation] += 1
         kept = key in self._keys and not draws(operation, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

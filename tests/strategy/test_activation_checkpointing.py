@@ -246,6 +246,25 @@ def test_an_input_that_is_written_to_before_backward_is_noticed() -> None:
         y.sum().backward()
 
 
+class Overwriting(nn.Module):
+    """Writes to its own input, which may be kept as it is, but not be run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += torch.tanh(self.up(x.clone()))
+        return x.sin()
+
+
+def test_a_block_that_writes_to_its_input_is_right_or_refused() -> None:
+    check_equal(lambda: Stack(Overwriting), ActivationCheckpointing(memory_budget=1.0))
+    for mode in (FULL, SELECTIVE):
+        with pytest.raises(RuntimeError, match="inplace"):
+            trained(lambda: Stack(Overwriting), mode)
+
+
 def test_a_graph_may_be_gone_through_twice() -> None:
     module = Stack(Normalizing, 2)
     apply(module, FULL)
@@ -616,6 +635,28 @@ def test_a_checkpoint_has_plain_names_and_the_next_trainer_its_own_setting(ranks
         assert names == list(TinyLM().state_dict())
         assert patched == [True, False]
         assert resumed
+
+
+class Copying(L.Callback):
+    """Copies blocks while they are at work, as callbacks that average weights do."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        self.copied = copy.deepcopy(pl_module.layers[0])
+        self.size = len(pickle.dumps(pl_module.layers))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+def test_copies_of_blocks_take_nothing_of_the_trainer_with_them(mode: ActivationCheckpointing) -> None:
+    callback, module = Copying(), TinyLM()
+    quiet(strategy=FiveD(ZeRO(stage=0), activation_checkpointing=mode), devices=1, callbacks=[callback]).fit(
+        module, loader(4)
+    )
+    assert callback.size < 20_000
+    x = torch.ones(1, 2, 8)
+    torch.testing.assert_close(callback.copied(x), module.layers[0](x), rtol=0, atol=0)
+    callback.copied(x).sum().backward()
+    assert callback.copied.up.weight.grad.abs().sum() > 0
+    assert "forward" in callback.copied.__dict__
 
 
 class Llama(L.LightningModule):
