@@ -159,7 +159,7 @@ def flatten(row: Row) -> Iterator[Action]:
 
 
 def looped_placement(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Stages dealt out to the ranks in turn: rank r holds stages r, r + ranks, r + 2·ranks, …"""
+    """Stages dealt out to the ranks in turn: rank r holds stages r, r + ranks, r + 2·ranks and so on."""
     return tuple(range(ranks)) * chunks
 
 

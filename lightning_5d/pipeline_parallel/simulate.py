@@ -17,9 +17,8 @@ Time = float | tuple[float, ...]
 class Durations:
     """What the parts of a microbatch cost, in any unit of time.
 
-    A number is the time of one rank's share, 1/ranks of the model: where a rank holds v stages, each of them takes a v-th of it
-    (two thirds of nothing change when schedules with different numbers of stages are compared). A tuple gives the time of
-    every stage as it is.
+    A number is the time of 1/ranks of the model for one microbatch: where a rank holds v stages of a model, each takes a v-th
+    of it, so that schedules with different numbers of stages compare. A tuple gives the time of every stage as it is.
 
     Attributes:
         forward: F.
@@ -45,6 +44,19 @@ class Durations:
             for time in value if isinstance(value, tuple) else (value,):
                 if time is not None and not (math.isfinite(time) and time >= 0):
                     raise ValueError(f"Duration {name} is {time}; it must be a finite number from 0 on.")
+
+    def __str__(self) -> str:
+        times = {"F": self.forward, "B": self.backward, "W": self.weight}
+        if self.communication:
+            times["communication"] = self.communication
+        if self.overlapped is not None:
+            times["F&B"] = self.overlapped
+        tuples = [name for name, time in times.items() if isinstance(time, tuple)]
+        parts = [f"{name} = {time:g}" for name, time in times.items() if not isinstance(time, tuple)]
+        share = ["(a rank's share of a microbatch)"] if parts else []
+        return " ".join(
+            (", ".join(parts), *share, *(["with", " and ".join(tuples), "given per stage"] if tuples else []))
+        )
 
     def per_stage(self, schedule: Schedule) -> dict[Kind, tuple[float, ...]]:
         """Time of each kind of action on each stage.

@@ -74,7 +74,9 @@ def parse_schedule(text: str, name: str = "table") -> Schedule:
                 headers[header[1].lower()] = header[2].strip()
         elif line.strip():
             cells = next(csv.reader([line], skipinitialspace=True))
-            rows.append(tuple(_entry(cell.strip(), number, column) for column, cell in enumerate(cells, 1) if cell.strip()))
+            rows.append(
+                tuple(_entry(cell.strip(), number, column) for column, cell in enumerate(cells, 1) if cell.strip())
+            )
     name = headers.get("name", name)
     if "placement" in headers:
         parts = headers["placement"].split("/")
@@ -119,7 +121,9 @@ def _routes(rows: list[Row], name: str) -> list[tuple[int, ...]]:
             if action.kind is Kind.FORWARD:
                 other = where.setdefault((action.microbatch, action.stage), rank)
                 if other != rank:
-                    raise ValueError(f"Schedule {name!r}: {action} is on rank {other} and on rank {rank}; once is right.")
+                    raise ValueError(
+                        f"Schedule {name!r}: {action} is on rank {other} and on rank {rank}; once is right."
+                    )
     every = [action for row in rows for action in flatten(row)]
     stages = 1 + max((action.stage for action in every), default=-1)
     microbatches = 1 + max((action.microbatch for action in every), default=-1)

@@ -70,9 +70,7 @@ def _incomplete(schedule: Schedule) -> list[str]:
             if not isinstance(entry, Action):
                 kinds = (entry.forward.kind, entry.backward.kind)
                 if kinds[0] is not Kind.FORWARD or kinds[1] not in GRADIENTS:
-                    mispaired.append(
-                        f"Rank {rank} overlaps {entry}; a pair is one F and one B or BW, in this order."
-                    )
+                    mispaired.append(f"Rank {rank} overlaps {entry}; a pair is one F and one B or BW, in this order.")
             for action in actions_of(entry):
                 if not (0 <= action.stage < stages and 0 <= action.microbatch < microbatches):
                     strangers.append(
@@ -107,7 +105,7 @@ def _incomplete(schedule: Schedule) -> list[str]:
 def _deadlock(schedule: Schedule, sends: Sends) -> list[str]:
     """Lets all ranks run, without a clock, until nobody can go on; those that are left wait in a circle."""
     walk = _Walk(schedule, sends)
-    while any([walk.advance(rank) for rank in range(schedule.ranks)]):
+    while sum(walk.advance(rank) for rank in range(schedule.ranks)):
         pass
     stuck = next((rank for rank in range(schedule.ranks) if walk.entry(rank) is not None), None)
     if stuck is None:

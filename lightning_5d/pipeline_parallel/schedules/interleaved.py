@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_5d.pipeline_parallel.schedule import Action, Kind, Row, Schedule, looped_placement
+from itertools import pairwise
+
+from lightning_5d.pipeline_parallel.schedule import Action, Kind, Schedule, looped_placement
 from lightning_5d.pipeline_parallel.schedules.one_forward_one_backward import alternate
 
 
@@ -14,11 +16,11 @@ def interleaved_1f1b(ranks: int, microbatches: int, *, chunks: int = 2, group_si
     larger g gives every message more time to arrive before it is needed, and keeps more activations; g = m is
     breadth-first, and what lies between is the mixture of Llama 3 (Grattafiori et al. 2024, section 3.3.2).
 
-    Bubble (p - 1)(F + B + W)/v if m is a multiple of p, or g = m ≥ p; rank 0 keeps min(m, ((v - 1)g + 2p - 1)/v)
-    microbatches, which for g = p is p(1 + (p - 1)/(pv)).
+    Bubble (p - 1)(F + B + W)/v where no group is below p, more otherwise; rank 0 keeps min(m, ((v - 1)g + 2p - 1)/v)
+    microbatches, which for g = p ≤ m/2 is p(1 + (p - 1)/(pv)).
 
-    Any m runs. Where g does not divide m, the groups are of nearly the same size, none above g. Groups below p cost
-    further bubble, so there are fewer and larger ones instead where that avoids it and the group size was not given.
+    Any m runs. Where g does not divide m, groups are of nearly the same size: none above a g that was given, and by default
+    none below p if m is not.
 
     Args:
         ranks: p; rank r holds stages r, r + p, …, r + (v - 1)p.
@@ -83,13 +85,10 @@ def _check_chunks(name: str, chunks: int, without: str) -> None:
 
 def _groups(ranks: int, microbatches: int, group_size: int | None) -> list[range]:
     """The microbatches in groups, the larger ones first."""
-    if group_size is None:
-        number = max(1, microbatches // ranks)
-    else:
-        number = -(-microbatches // group_size)
+    number = max(1, microbatches // ranks) if group_size is None else -(-microbatches // group_size)
     size, larger = divmod(microbatches, number)
     starts = [group * size + min(group, larger) for group in range(number + 1)]
-    return [range(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def _actions(kind: Kind, rank: int, ranks: int, chunks: int, groups: list[range]) -> list[Action]:
