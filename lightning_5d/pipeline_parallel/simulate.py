@@ -152,7 +152,7 @@ class Simulation:
             for action in actions_of(span.entry):
                 changes[span.start if action.kind is Kind.FORWARD else span.end] += _change(action)
         live, steps = 0, []
-        for time in sorted(changes):
+        for time in sorted(time for time, change in changes.items() if change):
             live += changes[time]
             steps.append((time, live * share))
         return steps

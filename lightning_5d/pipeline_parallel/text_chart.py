@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.text import Text
 
 from lightning_5d.pipeline_parallel.schedule import Action, Kind, Schedule, actions_of
@@ -53,10 +55,19 @@ def chart_text(simulation: Simulation, width: int | None = None) -> Text:
     widths = [units * cell for cell in (digits + 2, digits + 1, 1)]
     space = widths[0] if width is None else max(20, width - beside)
     columns = next((columns for columns in widths if columns <= space), space)
+    per_time = columns / simulation.makespan if simulation.makespan else 1.0
     text = Text(no_wrap=True)
     for rank, spans in enumerate(simulation.timeline):
         text.append(labels[rank].ljust(margin))
-        _append_row(text, schedule, rank, spans, columns / simulation.makespan if simulation.makespan else 1.0, columns)
+        cursor = 0
+        for action, start, end in _boxes(spans):
+            first = max(cursor, round(start * per_time))
+            last = max(first, round(end * per_time))
+            text.append("." * (first - cursor), style="bright_black")
+            label = _label(schedule, rank, action, numbered=columns >= widths[1])
+            text.append(_fit(label, last - first), style=STYLES[action.kind])
+            cursor = last
+        text.append("." * max(0, columns - cursor), style="bright_black")
         text.append(notes[rank] + "\n")
     if columns < widths[-1]:
         text.append(
@@ -65,32 +76,24 @@ def chart_text(simulation: Simulation, width: int | None = None) -> Text:
     return text
 
 
-def _append_row(
-    text: Text, schedule: Schedule, rank: int, spans: tuple[Span, ...], per_time: float, columns: int
-) -> None:
-    cursor = 0
+def _boxes(spans: tuple[Span, ...]) -> Iterator[tuple[Action, float, float]]:
+    """Every action with the time it is drawn at; those of a pair share the pair's."""
     for span in spans:
         actions = actions_of(span.entry)
         share = (span.end - span.start) / len(actions)
         for index, action in enumerate(actions):
-            start = max(cursor, round((span.start + index * share) * per_time))
-            end = max(start, round((span.start + (index + 1) * share) * per_time))
-            text.append("." * (start - cursor), style="bright_black")
-            text.append(_box(schedule, rank, action, end - start), style=STYLES[action.kind])
-            cursor = end
-    text.append("." * max(0, columns - cursor), style="bright_black")
+            yield action, span.start + index * share, span.start + (index + 1) * share
 
 
-def _box(schedule: Schedule, rank: int, action: Action, length: int) -> str:
-    later = (
-        schedule.copies[action.microbatch]
-        if len(schedule.placement) > 1
-        else schedule.stages_of(rank).index(action.stage)
-    )
-    letter = str(action.kind)[0]
-    label = (letter.lower() if later else letter) + str(action.microbatch)
-    if length == len(label):
-        return label
-    if length < len(label):
-        return label[: min(1, length)].ljust(length, "-")
-    return label.ljust(length - 1, "-") + " "
+def _label(schedule: Schedule, rank: int, action: Action, *, numbered: bool) -> str:
+    both_ways = len(schedule.placement) > 1
+    later = schedule.copies[action.microbatch] if both_ways else schedule.stages_of(rank).index(action.stage)
+    letter = action.kind.value[0].lower() if later else action.kind.value[0]
+    return f"{letter}{action.microbatch}" if numbered else letter
+
+
+def _fit(label: str, length: int) -> str:
+    """A label in a box of so many characters; one with a number that does not fill the box ends in a blank."""
+    if length <= len(label):
+        return label if length == len(label) else label[: min(1, length)].ljust(length, "-")
+    return label.ljust(length - 1, "-") + " " if len(label) > 1 else label.ljust(length, "-")
