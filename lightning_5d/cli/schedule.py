@@ -119,7 +119,7 @@ def _write_files(arguments: argparse.Namespace, simulations: list[Simulation]) -
     figure = draw_schedules(simulations)
     for path, kind in ((arguments.svg, "svg"), (arguments.png, "png")):
         if path:
-            figure.savefig(path, format=kind, dpi=_DPI)
+            figure.savefig(path, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None)
             print(path)
 
 

@@ -162,11 +162,11 @@ def simulate(schedule: Schedule, durations: Durations | None = None) -> Simulati
     """Runs a schedule on the clock: every rank starts each entry as soon as the entry before it and its inputs are done.
 
     Args:
-        schedule: A schedule that can run.
+        schedule: A schedule, complete or not.
         durations: What its parts cost; by default F = B = W = 1 per rank's share, and communication nothing.
 
     Raises:
-        ValueError: If the schedule cannot run (the error says why), or durations do not fit it.
+        ValueError: If an action waits for one that never comes (the error says for which), or durations do not fit the schedule.
     """
     durations = durations or Durations()
     times = durations.per_stage(schedule)

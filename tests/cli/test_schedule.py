@@ -1,4 +1,6 @@
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from matplotlib import image
@@ -112,6 +114,16 @@ def test_times_that_are_no_numbers_are_refused(schedule):
     status, _, errors = schedule("1f1b", *SIZES, "--weight", "long")
     assert status == 2
     assert "'long' is no time; give a number, or one per stage as 1,1,2" in errors
+
+
+def test_every_command_of_the_documentation_runs(schedule):
+    page = (Path(__file__).parents[2] / "docs" / "pipeline_schedules.md").read_text()
+    commands = re.findall(r"^fived schedule ([^#\n]+)", page, re.MULTILINE)
+    assert len(commands) == 7
+    for command in commands:
+        status, output, errors = schedule(*re.sub(r"--png \S+", "", command).split())
+        assert (status, errors) == (0, ""), command
+        assert len(rows(output)) == len(command.split("--")[0].split())
 
 
 def test_help_lists_the_schedules(schedule):

@@ -198,7 +198,7 @@ def test_zb_h1_and_zb_v_keep_p_and_zb_h2_2p_minus_1(ranks, microbatches):
 
 @pytest.mark.parametrize("ranks", range(2, 17))
 def test_v_half_keeps_half_of_1f1b_with_half_its_bubble(ranks):
-    for microbatches in (ranks, 2 * ranks, 64):
+    for microbatches in ((ranks + 1) // 2, ranks, 2 * ranks, 64):
         simulation = simulate(make_schedule("v_half", ranks, microbatches))
         assert max(simulation.peak_activations) <= ranks / 2 + 1
         assert max(simulation.bubble) <= ranks * 3 / 2
@@ -206,7 +206,7 @@ def test_v_half_keeps_half_of_1f1b_with_half_its_bubble(ranks):
 
 @pytest.mark.parametrize("ranks", range(2, 17))
 def test_v_min_keeps_a_third_of_1f1b_with_two_thirds_of_its_bubble(ranks):
-    for microbatches in (ranks, 2 * ranks, 64):
+    for microbatches in (1, ranks, 2 * ranks, 64):
         simulation = simulate(make_schedule("v_min", ranks, microbatches))
         assert max(simulation.peak_activations) <= ranks / 3 + 4 / 3
         assert max(simulation.bubble) <= ranks * 2
@@ -254,7 +254,7 @@ def test_dualpipe_v_has_the_bubble_of_dualpipe_with_as_many_stages(data, f, w, s
 def test_dualpipe_keeps_p_plus_1_and_dualpipe_v_p_plus_a_half(ranks):
     for microbatches in (2 * ranks, 2 * ranks + 2, 64):
         assert max(peak_activations(make_schedule("dualpipe", ranks, microbatches))) == ranks + 1
-        # With as many stages as there are ranks in DualPipe: stages + 1 activations, of half a rank's share.
+        # Stages + 1 activations, as in DualPipe, but each is of half a rank's share.
         assert max(peak_activations(make_schedule("dualpipe_v", ranks, microbatches))) == (2 * ranks + 1) / 2
 
 

@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_5d.pipeline_parallel import Schedule, check, make_schedule, parse_schedule, simulate, validate
 
@@ -100,6 +102,25 @@ def test_blocking_sends_would_deadlock_1f1b_but_not_afab():
 
 def test_one_rank_needs_no_messages():
     assert validate(make_schedule("zb_v", 1, 4), "rendezvous") == []
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_a_disordered_schedule_is_found_to_deadlock_where_the_clock_stops(data):
+    schedule = make_schedule(data.draw(st.sampled_from(["1f1b", "zb_h1", "zb_v", "dualpipe"])), 4, 4)
+    rank = data.draw(st.integers(0, 3))
+    row = list(schedule.rows[rank])
+    first = data.draw(st.integers(0, len(row) - 1))
+    row.insert(data.draw(st.integers(max(0, first - 4), min(len(row) - 1, first + 4))), row.pop(first))
+    rows = (*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :])
+    moved = Schedule("moved", schedule.placement, schedule.copies, rows)
+    said = validate(moved)
+    if said:
+        with pytest.raises(ValueError) as caught:
+            simulate(moved)
+        assert said[0] in str(caught.value)
+    else:
+        assert [len(spans) for spans in simulate(moved).timeline] == [len(row) for row in rows]
 
 
 def test_check_raises_with_all_problems_and_simulate_with_the_circle():

@@ -37,7 +37,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """Half the activations of 1F1B with about half its bubble.
 
-    When F = B = W: bubble at most 3p/2 (of 1F1B's 3(p - 1)) for any m; every rank keeps at most ⌊p/2⌋ + 1 microbatches.
+    When F = B = W: bubble at most 3p/2 (of 1F1B's 3(p - 1)) for m ≥ p/2; every rank keeps at most ⌊p/2⌋ + 1 microbatches.
 
     Args:
         ranks: p; rank r holds stages r and 2p - 1 - r.
