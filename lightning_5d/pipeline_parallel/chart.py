@@ -36,8 +36,10 @@ WORDS = {
 
 _SIDE = 2.5  # inches beside the boxes: labels of ranks, bubble and peak
 _WIDEST = 30.0
+_LEGEND_ENTRY = 2.0  # inches
 _BOX_HEIGHT = 0.86  # of a row
 _FONT = 10.5
+_READABLE_FONT = 8.0  # also at half the size
 _SMALLEST_FONT = 5.5
 _DIGIT = 0.65  # width of a digit, of the font's size
 
@@ -81,10 +83,12 @@ def draw_schedules(simulations: Sequence[Simulation]) -> Figure:
     scale = _scale(simulations)
     heights = [simulation.schedule.ranks * scale.row + 0.75 for simulation in simulations]
     below = 1.9 if len(simulations) == 1 else 0.55 + 0.24 * len(simulations)
-    legend = 0.5
+    handles = _legend(simulations)
+    columns = min(len(handles), int(scale.width / _LEGEND_ENTRY))
+    legend = 0.3 + 0.2 * -(-len(handles) // columns)
     figure = Figure(figsize=(scale.width, sum(heights) + below + legend), layout="constrained")
     panels = figure.subplots(len(simulations) + 1, height_ratios=[*heights, below], squeeze=False)[:, 0]
-    until = max(simulation.makespan for simulation in simulations)
+    until = max(simulation.makespan for simulation in simulations) or 1.0
     for axes, simulation in zip(panels, simulations, strict=False):
         _draw_rows(axes, simulation, scale, until)
     if len(simulations) == 1:
@@ -95,9 +99,9 @@ def draw_schedules(simulations: Sequence[Simulation]) -> Figure:
         panels[-2].set_xlabel(_clock(simulations), fontsize=_FONT)
         _draw_table(panels[-1], simulations)
     figure.legend(
-        handles=_legend(simulations),
+        handles=handles,
         loc="outside upper center",
-        ncols=6,
+        ncols=columns,
         frameon=False,
         fontsize=_FONT,
         handlelength=1.2,
@@ -109,7 +113,7 @@ def _scale(simulations: Sequence[Simulation]) -> _Scale:
     until = max(simulation.makespan for simulation in simulations) or 1.0
     shortest = min(map(_shortest, simulations))
     digits = max(len(str(simulation.schedule.microbatches - 1)) for simulation in simulations)
-    box = 0.1 + digits * _DIGIT * _FONT / 72
+    box = 0.08 + digits * _DIGIT * _READABLE_FONT / 72
     width = min(_WIDEST, max(10.0, _SIDE + until * box / shortest))
     most_ranks = max(simulation.schedule.ranks for simulation in simulations)
     row = 0.36 if most_ranks <= 8 else 0.29

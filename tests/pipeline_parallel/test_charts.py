@@ -71,6 +71,21 @@ def test_the_legend_lists_what_is_there():
     assert "lighter: second direction" in entries("dualpipe")
 
 
+@pytest.mark.parametrize("names", [["1f1b"], ["dualpipe"], ["zb_v", "afab"]])
+def test_the_legend_and_the_notes_at_the_side_lie_inside_the_picture(names):
+    figure = draw_schedules([simulated(name, 2, 4) for name in names])
+    figure.draw_without_rendering()
+    inner = [figure.legends[0], *(text for axes in figure.axes for text in axes.texts)]
+    inner += [axes.get_legend() for axes in figure.axes if axes.get_legend()]
+    for artist in inner:
+        box = artist.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.x1
+        assert box.y1 <= figure.bbox.y1
+    titles = [axes.title.get_window_extent() for axes in figure.axes[:1]]
+    assert all(figure.legends[0].get_window_extent().y0 >= title.y1 for title in titles)
+
+
 def test_a_large_schedule_stays_a_picture_one_can_open():
     figure = draw_schedules([simulated("interleaved_1f1b", 16, 64, chunks=8)])
     assert max(figure.get_size_inches()) <= 30
