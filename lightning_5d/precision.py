@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.gradients import clip_by_norm, clip_by_value
+from lightning_5d.nonfinite import NonfiniteNorms
 from lightning_5d.parallelism import Problem
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class FiveDPrecision(Precision):
             )
         self.precision = precision  # type: ignore[assignment]
         self.weights_dtype = _WEIGHTS[precision]
+        self.nonfinite = NonfiniteNorms()
         self._strategy: FiveD | None = None
 
     def attach(self, strategy: FiveD) -> None:
@@ -109,12 +111,19 @@ class FiveDPrecision(Precision):
             self._strategy.parameters_will_change()
 
     @override
+    def teardown(self) -> None:
+        self.nonfinite.settle()
+        super().teardown()
+
+    @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = list(self.main_params(optimizer))
         if self._strategy is None:
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
             return
-        clip_by_norm(parameters, float(clip_val), self._strategy.gradient_norm(parameters))
+        norm = self._strategy.norm_to_clip(optimizer, parameters)
+        self.nonfinite.look_at(norm)  # what clipping makes of it is NaN
+        clip_by_norm(parameters, float(clip_val), norm)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
