@@ -31,6 +31,9 @@ NONFINITE = "non-finite gradient"
 SPIKE = "gradient spike"
 """The reason under which `FiveD` counts steps left out because the norm was far above the others."""
 
+_ROUNDING = 1e-6
+"""By how much, relatively, a norm has to be above its limit for its step to be counted as clipped."""
+
 _READERS = ("lightning", "lightning_5d")
 """Packages none of whose callbacks changes gradients."""
 
@@ -175,7 +178,7 @@ class GradientClipping(L.Callback):
         for suffix, optimizer, history, before in self._unmeasured:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             after = self._norms(trainer, [parameters])[0]
-            history.clipped = history.clipped + (after < before * (1 - 1e-6)).long()
+            history.clipped = history.clipped + (after < before * (1 - _ROUNDING)).long()
             pl_module.log(f"gradient_norm_clipped{suffix}", after)
             pl_module.log(f"gradient_clipped_share{suffix}", history.clipped / history.steps)
         self._unmeasured.clear()
@@ -239,7 +242,7 @@ class GradientClipping(L.Callback):
             return logged
         after = norm
         if limit is not None and not math.isinf(limit):
-            history.clipped = history.clipped + (norm > limit).long()
+            history.clipped = history.clipped + (norm > limit * (1 + _ROUNDING)).long()
             after = norm * (limit / (norm + 1e-6)).clamp(max=1.0)
         share = history.clipped / history.steps
         return {**logged, "gradient_norm_clipped": after, "gradient_clipped_share": share}
