@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,10 +20,14 @@ from lightning_5d.communication import MeshCommunication
 from lightning_5d.gradients import global_norms, scale_gradients
 from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_loss
 from lightning_5d.parallelism import Parallelized
+from lightning_5d.precision import FiveDPrecision
 from lightning_5d.random_streams import step_stream
+from lightning_5d.skipped_steps import LOSS_SCALE, SkippedSteps
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_5d.loss_scaling import LossScaler
 
 
 class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
@@ -30,11 +35,19 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
 
     Attributes:
         parallelized: The axes at work on the connected module, outermost first; empty until it has been set up.
+        skipped_steps: Counts of optimizer steps tried and left out.
+        overflow: Whether loss scaling found this step's gradients not finite on any rank; until the next window.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parallelized: list[Parallelized] = []
+        self.skipped_steps = SkippedSteps()
+        self.overflow = False
+        self._skip_reason: str | None = None
+        self._stepping = False
+        self._summed_up = False
+        self._overflowed: set[Any] = set()
         self._accumulating = False
         self._window = LossWindow()
         self._weight: float | None = None
@@ -42,10 +55,16 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         self._uneven_prediction = False
         self._shared_norm: tuple[Any, Tensor] | None = None
         self._evaluation = ExitStack()
+        self._schedules = ExitStack()
 
     @override
     def on_train_start(self) -> None:
         leave_out_seen(self.connected_module.trainer)
+        self._schedules.enter_context(self._holding_schedules())
+
+    @override
+    def on_train_end(self) -> None:
+        self._schedules.close()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -59,6 +78,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         if module.automatic_optimization and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             # Where Lightning clears gradients; an `optimizer_step` of the user's may have left the last ones unused.
             self._window.restart()
+            self.overflow, self._skip_reason = False, None
         for applied in self.parallelized:
             applied.begin_microbatch(last=not self._accumulating)
 
@@ -140,6 +160,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         if module.automatic_optimization:
             factor = self._window.scale(self._weight, self.mesh.data_group, self.root_device)
             loss = loss if factor == 1.0 else loss * factor
+        self._summed_up = False
         for applied in self.parallelized:
             loss = applied.before_backward(loss)
         precision.backward(loss, module, optimizer, *args, **kwargs)
@@ -150,7 +171,10 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         return closure_loss
 
     def finalize_gradients(self, optimizer: Any) -> None:
-        """Makes gradients final: called once per optimizer step, before hooks, clipping and the step."""
+        """Makes gradients final: called once per optimizer step, before hooks, clipping and the step.
+
+        Reduced over ranks, divided by the window, divided by the loss scale; an overflow anywhere is known everywhere.
+        """
         self._shared_norm = None
         module = self.connected_module
         if module.automatic_optimization:
@@ -158,8 +182,67 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
             factor = self._window.correction(planned, self.mesh.data_group, self.root_device, batches)
             if factor != 1.0:
                 scale_gradients(module.parameters(), factor)
+        self._sum_up()
+        scaler = self._scaler
+        if scaler is not None:
+            finite = scaler.unscale(self.precision_plugin.main_params(optimizer))
+            finite = finite and unwrapped(optimizer) not in self._overflowed
+            self._overflowed.discard(unwrapped(optimizer))
+            # Over the world and not only over the ranks that share a parameter: a stage or an expert steps with the others.
+            self.overflow = not finite if self.world_size == 1 else self.reduce_boolean_decision(not finite, all=False)
+            if self.overflow:
+                self._skip_reason = LOSS_SCALE
+        self._stepping = True
+
+    def prepare_clipping(self, optimizer: Any) -> None:
+        """Makes the gradients of an optimizer's parameters those that its step will use; before clipping, on every rank.
+
+        In automatic steps they are by then. A manual step clips before `optimizer.step()`, when they still carry the loss scale.
+        What is not finite now is remembered: clipping by value would hide it from the check at the step.
+        """
+        if self._stepping:
+            return
+        self._sum_up()
+        scaler = self._scaler
+        if scaler is not None and not scaler.unscale(self.precision_plugin.main_params(optimizer)):
+            self._overflowed.add(unwrapped(optimizer))
+
+    def _sum_up(self) -> None:
+        """What axes still have to add to gradients, once after each backward."""
+        if self._summed_up:
+            return
         for applied in self.parallelized:
             applied.finalize_gradients()
+        self._summed_up = True
+
+    @property
+    def _scaler(self) -> LossScaler | None:
+        plugin = self.precision_plugin
+        return plugin.scaler if isinstance(plugin, FiveDPrecision) else None
+
+    def skip_step(self, reason: str) -> None:
+        """Leaves the present optimizer step out; to be called in `on_before_optimizer_step`, on all ranks alike.
+
+        Weights, optimizer states and step-wise learning-rate schedules then stay as they are, and the step is counted in
+        `skipped_steps` under its reason. A step that is left out already keeps its first reason.
+
+        Raises:
+            MisconfigurationException: Where no optimizer step is being made.
+            ValueError: If the reason is empty.
+        """
+        if not reason:
+            raise ValueError("skip_step needs a reason, which is what the step is counted under.")
+        if not self._stepping:
+            raise MisconfigurationException(
+                "skip_step was called outside of an optimizer step. Call it in `on_before_optimizer_step`, where gradients are"
+                " final and the step has not been made."
+            )
+        self._skip_reason = self._skip_reason or reason
+
+    @property
+    def skipping(self) -> bool:
+        """Whether the present optimizer step is left out, or the last one was; until the next window."""
+        return self._skip_reason is not None
 
     @override
     def optimizer_step(
@@ -169,10 +252,46 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.overflow, self._skip_reason = False, None
+        try:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = False
+        self._count(optimizer)
         for applied in self.parallelized:
             applied.after_optimizer_step()
         return result
+
+    def _count(self, optimizer: Optimizer) -> None:
+        index = next((i for i, known in enumerate(self.optimizers) if known is optimizer), 0)
+        scaler = self._scaler
+        if self._skip_reason is None:
+            self.skipped_steps.made(index)
+        else:
+            self.skipped_steps.skipped(self._skip_reason, None if scaler is None else scaler.scale, index)
+        if scaler is not None:
+            scaler.update(self.overflow, waiting=list(self.connected_module.parameters()))
+
+    @contextmanager
+    def _holding_schedules(self) -> Generator[None, None, None]:
+        """Step-wise learning-rate schedules do not advance where the step was left out, whatever hook the user has for them."""
+        module = self.connected_module
+        step_wise = {id(config.scheduler) for config in self.lr_scheduler_configs if config.interval == "step"}
+        own = vars(module).get("lr_scheduler_step")
+        advance = module.lr_scheduler_step
+
+        @wraps(advance)
+        def unless_skipped(scheduler: Any, metric: Any | None) -> None:
+            if not (self.skipping and id(scheduler) in step_wise):
+                advance(scheduler, metric)
+
+        object.__setattr__(module, "lr_scheduler_step", unless_skipped)
+        try:
+            yield
+        finally:
+            object.__delattr__(module, "lr_scheduler_step")
+            if own is not None:
+                object.__setattr__(module, "lr_scheduler_step", own)
 
     def parameters_will_change(self) -> None:
         """Called by the precision plugin between the last hook on gradients and the step itself."""

@@ -227,7 +227,7 @@ class GradientClipping(L.Callback):
         limit: float | None = own
         if self.clips:
             if own is not None:
-                self._nonfinite.look_at(norm)
+                self._nonfinite.look_at(norm)  # a loss scaler would have left the step out before this
                 clip_by_norm((p for group in optimizer.param_groups for p in group["params"]), own, norm)
         elif automatic and trainer.gradient_clip_val and not overridden:
             by_norm = trainer.gradient_clip_algorithm != "value"
