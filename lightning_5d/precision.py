@@ -207,6 +207,11 @@ class FiveDPrecision(Precision):
     def _optimizer_problems(self, optimizers: Iterable[Optimizer]) -> list[Problem]:
         problems = []
         for optimizer in optimizers:
+            name = type(optimizer).__name__
+            lost = [group["eps"] for group in optimizer.param_groups if _vanishes(group, self.weights_dtype)]
+            if lost:
+                what = f"{name}(eps={lost[0]:g}) divides by zero, as {lost[0]:g} is 0 in {self.weights_dtype}."
+                problems.append(Problem(what, "Use eps=1e-4, or precision 16-mixed, which steps in fp32."))
             if not isinstance(optimizer, LBFGS):
                 continue
             if self.scaler is not None:
@@ -360,6 +365,11 @@ def _problems(precision: Any, loss_scaling: Any, state_dtype: Any, autocast: Any
         what = f"optimizer_state_dtype={state_dtype!r} is no 16-bit dtype."
         problems.append(Problem(what, "Use torch.bfloat16, or leave it out for the weights' dtype."))
     return problems
+
+
+def _vanishes(group: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    eps = group.get("eps")
+    return isinstance(eps, float) and eps > 0 and not group.get("fused") and not float(torch.tensor(eps, dtype=dtype))
 
 
 def _to_dtype(tensor: Tensor, dtype: torch.dtype, only: tuple[torch.dtype, ...] = ()) -> Tensor:

@@ -11,6 +11,8 @@ from tests.modules import TinyLM
 
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 TRUE = {"32-true": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+EPS = 1e-4
+"""One that fp16 can hold: AdamW's default is zero there."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ def train(
     if precision in TRUE:
         masters = masters.to(TRUE[precision])
     compute = copy.deepcopy(masters).to(MIXED[precision]) if precision in MIXED else masters
-    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2, eps=EPS)
     names = [name for name, _ in masters.named_parameters()]
     good = 0
     per_step = ranks * accumulate

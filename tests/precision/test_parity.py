@@ -14,7 +14,7 @@ from lightning_5d import FiveD, FiveDPrecision, ZeRO
 from lightning_5d.checkpoint.full_state import gather
 from lightning_5d.loss_scaling import LossScaling
 from tests.modules import TinyLM, batches
-from tests.precision.reference import Run, train
+from tests.precision.reference import EPS, Run, train
 from tests.ranks.pool import RankPool
 from tests.trainers import quiet, whole
 
@@ -43,6 +43,11 @@ class Setting:
     state_dtype: torch.dtype | None = None
 
 
+class _Tiny(TinyLM):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=EPS)
+
+
 class _Watch(Callback):
     def __init__(self) -> None:
         self.run = Run()
@@ -65,7 +70,7 @@ class _Watch(Callback):
 def _fit(rank: int, ranks: int, settings: list[Setting]) -> list[Run]:
     runs = []
     for setting in settings:
-        watch, module = _Watch(), TinyLM()
+        watch, module = _Watch(), _Tiny()
         scaling = SCALING if setting.precision.startswith("16") else None
         plugin = FiveDPrecision(
             setting.precision,
