@@ -157,8 +157,14 @@ class Parallelized:
     def finalize_gradients(self) -> None:
         """Comes once per optimizer step, after the last backward and before hooks, clipping and the step itself."""
 
-    def gradient_axes(self, parameter: nn.Parameter) -> Sequence[str]:
-        """Mesh axes over which parts of this parameter's gradient lie that its own placement does not tell."""
+    def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
+        """What its own placement does not tell about who counts this parameter's gradient in a norm over all ranks.
+
+        Returns:
+            The mesh axes along which other ranks hold *other* gradients in its place: ``pp`` for weights of a stage, the axes
+            that hold other experts for an expert's. Along all other axes a gradient is taken for a copy. ``None`` if this
+            rank's gradient does not count at all: one of two stages that own a tied weight says so, and only one.
+        """
         return ()
 
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_5d.gradients import clip_by_norm, clip_by_value
 from lightning_5d.loss_scaling import LossScaler, LossScaling
 from lightning_5d.module_casting import ModuleCasting
+from lightning_5d.nonfinite import NonfiniteNorms
 from lightning_5d.optimizer_state import narrow_states, widen_states
 from lightning_5d.parallelism import Dtypes, Problem, raise_problems
 
@@ -96,6 +97,7 @@ class FiveDPrecision(Precision):
             self.scaler = LossScaler(LossScaling() if self.compute_dtype else LossScaling(init_scale=32768.0))
         else:
             self.scaler = None
+        self.nonfinite = NonfiniteNorms()
         self._strategy: FiveD | None = None
         self._casting: ModuleCasting | None = None
 
@@ -267,15 +269,26 @@ class FiveDPrecision(Precision):
             super()._clip_gradients(model, optimizer, clip_val, gradient_clip_algorithm)
 
     @override
+    def teardown(self) -> None:
+        self.nonfinite.settle()
+        super().teardown()
+
+    @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = list(self.main_params(optimizer))
         if self._strategy is None:
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
             return
-        clip_by_norm(parameters, float(clip_val), self._strategy.gradient_norm(parameters))
+        self._strategy.prepare_clipping(optimizer)
+        norm = self._strategy.norm_to_clip(optimizer, parameters)
+        if self.scaler is None:  # which leaves such steps out
+            self.nonfinite.look_at(norm)
+        clip_by_norm(parameters, float(clip_val), norm)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if self._strategy is not None:
+            self._strategy.prepare_clipping(optimizer)
         clip_by_value(self.main_params(optimizer), float(clip_val))
 
     # Checkpoints

@@ -66,6 +66,7 @@ class ShardedData(Parallelized):
         finally:
             self._in_step = False
             self._hold(False)
+            self._take_gradients(hide=True)
         return output
 
     # [Note: backward inside the step]
@@ -76,6 +77,7 @@ class ShardedData(Parallelized):
     @override
     def before_backward(self, loss: Tensor) -> Tensor:
         self._hold(False)
+        self._take_gradients(hide=True)
         if not self._in_step or not self._open:
             return loss
         left: Tensor = self._leave(loss)
@@ -88,7 +90,12 @@ class ShardedData(Parallelized):
         self._reopen()
 
     @override
+    def finalize_gradients(self) -> None:
+        self._take_gradients(hide=False)
+
+    @override
     def before_optimizer_step(self) -> None:
+        self._take_gradients(hide=True)
         if self._in_step:
             self._open = False
             self._reshard()
@@ -138,6 +145,12 @@ class ShardedData(Parallelized):
     def _reopen(self) -> None:
         if self._in_step and not self._open and self._root_holds_parameters:
             self._enter((), {})
+            if isinstance(self.engine, ShardedEngine):
+                self.engine.show_gradients()
+
+    def _take_gradients(self, *, hide: bool) -> None:
+        if isinstance(self.engine, ShardedEngine):
+            self.engine.take_gradients(hide=hide)
 
     def _leave(self, output: Any) -> Any:
         self._open = False
