@@ -2,8 +2,9 @@
 
 from lightning_5d.callbacks.gradient_norm import GradientNorm
 from lightning_5d.callbacks.loss_plot import LossPlot
+from lightning_5d.callbacks.memory_profiler import MemoryProfiler
 from lightning_5d.callbacks.progress import Progress
 from lightning_5d.callbacks.text_sample import TextSample
 from lightning_5d.callbacks.throughput import Throughput
 
-__all__ = ["GradientNorm", "LossPlot", "Progress", "TextSample", "Throughput"]
+__all__ = ["GradientNorm", "LossPlot", "MemoryProfiler", "Progress", "TextSample", "Throughput"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
 from lightning_5d.data_parallel.transports import open_transport
+from lightning_5d.memory.categories import COMMUNICATION
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,10 @@ class Engine:
         """Around a loop that does not change parameters: stages 1 and 2, which hold all of them, gather them once."""
         yield
 
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """See :meth:`lightning_5d.parallelism.Parallelized.memory`."""
+        return ()
+
     def close(self) -> None:
         """Gives back hooks, connections and shared memory. The module keeps its (sharded) parameters."""
 
@@ -105,6 +110,10 @@ class ReplicatedEngine(Engine):
     def wait(self) -> None:
         if self._reducer is not None:
             self._reducer.finish()
+
+    @override
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return ((COMMUNICATION, tensor) for tensor in self._transport.memory())
 
     @override
     def close(self) -> None:
@@ -207,6 +216,13 @@ class ShardedEngine(Engine):
             yield
         finally:
             exchange.reuse = False
+
+    @override
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        for group in self.groups:
+            yield from group.memory()
+        if self._exchange is not None:
+            yield from ((COMMUNICATION, tensor) for tensor in self._exchange.memory())
 
     @override
     def close(self) -> None:

@@ -23,6 +23,7 @@ from lightning_5d.data_parallel.buffers import BufferPool
 from lightning_5d.data_parallel.reduction import GradientReduction, PendingReductions, allocate_padded
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Arrival, Transport
+from lightning_5d.memory.categories import GRADIENTS, MASTER_WEIGHTS, WEIGHTS
 
 # Parameters of any dtype start at a multiple of this in a byte buffer, so that they can be viewed as their dtype.
 _ALIGNMENT = 16
@@ -42,6 +43,11 @@ class Exchange:
     groups: list[ExchangingParamGroup] = field(default_factory=list)
     forward_reach: int = 0
     backward_reach: int = 0
+
+    def memory(self) -> list[torch.Tensor]:
+        """The memory kept for exchanges, lent or not."""
+        transports = [transport for transport in (self.shard, self.replicate) if transport is not None]
+        return [*self.results.views(), *(tensor for transport in transports for tensor in transport.memory())]
 
     def begin_forward(self) -> None:
         """A forward of the root begins: nothing has been gathered ahead."""
@@ -151,6 +157,18 @@ class RecordingParamGroup(FSDPParamGroup):
     def has_gradients(self) -> bool:
         """Whether a backward left gradients that have not been reduced."""
         return any(_has_gradient(param) for param in self.fsdp_params)
+
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full and sharded parameters and unreduced gradients, by category; see `Parallelized.memory`."""
+        compute_dtype = self.mp_policy.param_dtype
+        for param in self.fsdp_params:
+            mixed = compute_dtype is not None and compute_dtype != param.sharded_param.dtype
+            yield MASTER_WEIGHTS if mixed else WEIGHTS, param._sharded_param_data
+            if hasattr(param, "_unsharded_param"):
+                yield WEIGHTS, param._unsharded_param
+                for grad in (param._unsharded_param.grad, param.unsharded_accumulated_grad):
+                    if grad is not None:
+                        yield GRADIENTS, grad
 
     def forget_unused(self, used_somewhere: set[int]) -> None:
         """Takes the zeros off parameters that no rank used, and opens the next window."""

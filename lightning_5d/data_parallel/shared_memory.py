@@ -184,6 +184,10 @@ class SharedMemory(Transport):
         """See :meth:`Transport.scatter`."""
         return self._publish(buffer, tag, scattered=True)
 
+    def memory(self) -> list[torch.Tensor]:
+        """See :meth:`Transport.memory`."""
+        return [block.view() for block in self._blocks]
+
     def close(self) -> None:
         """See :meth:`Transport.close`."""
         self.drop_sockets()

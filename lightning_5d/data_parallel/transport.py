@@ -55,6 +55,10 @@ class Transport(ABC):
     def scatter(self, buffer: torch.Tensor, tag: int) -> Arrival:
         """Starts giving part p of ``buffer`` (its p-th of ``size`` equal parts) to rank p: the heart of a reduce-scatter."""
 
+    def memory(self) -> list[torch.Tensor]:
+        """The memory that this rank's transport keeps for reuse, lent or not; not what it maps of its peers."""
+        return []
+
     def agree(self, flags: torch.Tensor) -> None:
         """Replaces a small integer tensor by its elementwise maximum over the group."""
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
