@@ -148,8 +148,8 @@ class Parallelized:
     def memory(self) -> Iterable[tuple[str, Tensor]]:
         """What the axis holds beside the module's parameters, their gradients and the optimizers' states, for accounts of memory.
 
-        Pairs of a category (``"weights"``, ``"master weights"``, ``"gradients"``, ``"communication buffers"``; see
-        `lightning_5d.memory.categories`) and a tensor whose storage is that memory, whole, also while parts of it are lent.
+        Pairs of a category (``"weights"``, ``"master weights"``, ``"gradients"``, ``"communication buffers"``, ``"memory of
+        other ranks"``; see `lightning_5d.memory.categories`) and a tensor whose storage is that memory, whole, also while parts of it are lent.
         """
         return ()
 

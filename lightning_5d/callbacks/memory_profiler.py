@@ -219,6 +219,7 @@ class MemoryProfiler(L.Callback):
             resolution=self.resolution,
             snapshot=self.snapshot,
         )
+        self.recorder.claim()
         self._drawn = False
         self._wrap(module, "training_step", before="forward")
         self._wrap(module, "configure_gradient_clipping", after="step")

@@ -22,9 +22,8 @@ from lightning_5d.data_parallel.param_group import Exchange, RecordingParamGroup
 from lightning_5d.data_parallel.reducer import GradientReducer
 from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.traffic import Traffic
-from lightning_5d.data_parallel.transport import Transport
+from lightning_5d.data_parallel.transport import Transport, account
 from lightning_5d.data_parallel.transports import open_transport
-from lightning_5d.memory.categories import COMMUNICATION
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class ReplicatedEngine(Engine):
 
     @override
     def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return ((COMMUNICATION, tensor) for tensor in self._transport.memory())
+        return account(self._transport)
 
     @override
     def close(self) -> None:
@@ -222,7 +221,7 @@ class ShardedEngine(Engine):
         for group in self.groups:
             yield from group.memory()
         if self._exchange is not None:
-            yield from ((COMMUNICATION, tensor) for tensor in self._exchange.memory())
+            yield from self._exchange.memory()
 
     @override
     def close(self) -> None:

@@ -22,8 +22,8 @@ from typing_extensions import override
 from lightning_5d.data_parallel.buffers import BufferPool
 from lightning_5d.data_parallel.reduction import GradientReduction, PendingReductions, allocate_padded
 from lightning_5d.data_parallel.traffic import Traffic
-from lightning_5d.data_parallel.transport import Arrival, Transport
-from lightning_5d.memory.categories import GRADIENTS, MASTER_WEIGHTS, WEIGHTS
+from lightning_5d.data_parallel.transport import Arrival, Transport, account
+from lightning_5d.memory.categories import COMMUNICATION, GRADIENTS, MASTER_WEIGHTS, WEIGHTS
 
 # Parameters of any dtype start at a multiple of this in a byte buffer, so that they can be viewed as their dtype.
 _ALIGNMENT = 16
@@ -44,10 +44,12 @@ class Exchange:
     forward_reach: int = 0
     backward_reach: int = 0
 
-    def memory(self) -> list[torch.Tensor]:
-        """The memory kept for exchanges, lent or not."""
-        transports = [transport for transport in (self.shard, self.replicate) if transport is not None]
-        return [*self.results.views(), *(tensor for transport in transports for tensor in transport.memory())]
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is kept for exchanges, lent or not; see `Parallelized.memory`."""
+        yield from ((COMMUNICATION, tensor) for tensor in self.results.views())
+        for transport in (self.shard, self.replicate):
+            if transport is not None:
+                yield from account(transport)
 
     def begin_forward(self) -> None:
         """A forward of the root begins: nothing has been gathered ahead."""

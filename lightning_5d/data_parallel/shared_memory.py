@@ -188,6 +188,10 @@ class SharedMemory(Transport):
         """See :meth:`Transport.memory`."""
         return [block.view() for block in self._blocks]
 
+    def mapped(self) -> list[torch.Tensor]:
+        """See :meth:`Transport.mapped`."""
+        return [block for peer in self.peers for block in peer.blocks.values()]
+
     def close(self) -> None:
         """See :meth:`Transport.close`."""
         self.drop_sockets()

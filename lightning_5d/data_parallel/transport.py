@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+
+from lightning_5d.memory.categories import COMMUNICATION, ELSEWHERE
 
 
 class Arrival(ABC):
@@ -59,6 +61,10 @@ class Transport(ABC):
         """The memory that this rank's transport keeps for reuse, lent or not; not what it maps of its peers."""
         return []
 
+    def mapped(self) -> list[torch.Tensor]:
+        """The memory of its peers that this rank reads in place."""
+        return []
+
     def agree(self, flags: torch.Tensor) -> None:
         """Replaces a small integer tensor by its elementwise maximum over the group."""
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
@@ -66,6 +72,12 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives back memory and connections. Exchanges under way are lost."""
+
+
+def account(transport: Transport) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a transport holds, by category; see `Parallelized.memory`."""
+    yield from ((COMMUNICATION, tensor) for tensor in transport.memory())
+    yield from ((ELSEWHERE, tensor) for tensor in transport.mapped())
 
 
 def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, divide_by: float = 1.0) -> None:

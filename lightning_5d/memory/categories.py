@@ -12,6 +12,8 @@ GRADIENTS = "gradients"
 ACTIVATIONS = "activations"
 COMMUNICATION = "communication buffers"
 OTHER = "other"
+ELSEWHERE = "memory of other ranks"
+"""Not a category of this rank's account: it maps such memory, and its owner counts it."""
 
 CATEGORIES = (WEIGHTS, MASTER_WEIGHTS, MOMENTUM, VARIANCE, GRADIENTS, ACTIVATIONS, COMMUNICATION, OTHER)
 
@@ -36,7 +38,16 @@ _OF_STATE = {
     "sum": VARIANCE,
 }
 # A tensor that two hold counts as what comes first here; unnamed optimizer states rank with the named ones.
-_STRENGTH = {WEIGHTS: 5, MASTER_WEIGHTS: 5, MOMENTUM: 4, VARIANCE: 4, GRADIENTS: 3, COMMUNICATION: 2, OTHER: 1}
+_STRENGTH = {
+    ELSEWHERE: 6,
+    WEIGHTS: 5,
+    MASTER_WEIGHTS: 5,
+    MOMENTUM: 4,
+    VARIANCE: 4,
+    GRADIENTS: 3,
+    COMMUNICATION: 2,
+    OTHER: 1,
+}
 
 
 def optimizer_category(state: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_5d.memory.categories import ACTIVATIONS, COMMUNICATION, OTHER
+from lightning_5d.memory.categories import ACTIVATIONS, COMMUNICATION, ELSEWHERE, OTHER
 from lightning_5d.memory.record import Bytes, Phase, Point
 from lightning_5d.memory.storages import Change, Piece
 
@@ -45,7 +45,7 @@ def category_of(piece: Piece, names: Mapping[int, str]) -> str:
     if name == "evaluation":
         return ACTIVATIONS
     # A tensor that outlives the forward in which a collective touched it is an activation that was sent or received.
-    if name == "gather" or (piece.collective and (passing or name != "forward")):
+    if name == "gather" or (piece.collective and name != "setup" and (passing or name != "forward")):
         return COMMUNICATION
     if name == "forward" and (piece.graph or not passing):
         return ACTIVATIONS
@@ -140,7 +140,8 @@ class Timeline:
             self._add(COMMUNICATION, -delta)
 
     def _add(self, category: str, delta: int) -> None:
-        self._now[category] = self._now.get(category, 0) + delta
+        if category != ELSEWHERE:
+            self._now[category] = self._now.get(category, 0) + delta
 
 
 class _Replay:
