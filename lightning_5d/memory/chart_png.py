@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_5d.memory.categories import colours
-from lightning_5d.memory.layout import Layout
+from lightning_5d.memory.layout import SMALLEST, Layout
 from lightning_5d.memory.summary import MemorySummary, readable, unit_for
 
 _STRIP = {"gather": "0.93", "forward": "0.86", "backward": "0.72", "clip": "0.60", "step": "0.50", "evaluation": "0.90"}
@@ -40,7 +40,7 @@ def stacked(layout: Layout, title: str) -> Figure:
     axes.grid(axis="y", alpha=0.35)
     axes.set_axisbelow(False)
     _draw_strip(strip, layout)
-    strip.set_title(title, fontsize=15, loc="left")
+    figure.suptitle(title, fontsize=15, x=0.01, ha="left")
     handles, labels = axes.get_legend_handles_labels()
     legend = figure.legend(
         handles[::-1], labels[::-1], loc="outside right center", fontsize=12, frameon=False, title="held as"
@@ -65,7 +65,12 @@ def _draw_strip(strip: Axes, layout: Layout) -> None:
 
 def side_by_side(summary: MemorySummary, title: str) -> Figure:
     """What each rank held at the moment of its highest total, stacked, one bar a rank."""
-    names = [name for name in summary.categories if any(peak.peak.get(name, 0) for peak in summary.ranks)]
+    highest = max((peak.total for peak in summary.ranks), default=0)
+    names = [
+        name
+        for name in summary.categories
+        if any(peak.peak.get(name, 0) > SMALLEST * highest for peak in summary.ranks)
+    ]
     figure = Figure(figsize=(max(7.5, 3.5 + 0.5 * len(summary.ranks)), 5.5), layout="constrained")
     axes = figure.subplots()
     scale, unit = unit_for([peak.total for peak in summary.ranks])
@@ -87,7 +92,7 @@ def side_by_side(summary: MemorySummary, title: str) -> Figure:
     axes.set_ylim(0, max(bottoms, default=1) * 1.08 or 1)
     axes.set_xlim(-0.6, len(summary.ranks) - 0.4)
     axes.set_ylabel(f"memory in {unit}, at the peak", fontsize=13)
-    axes.set_title(title, fontsize=14, loc="left")
+    figure.suptitle(title, fontsize=14, x=0.01, ha="left")
     axes.grid(axis="y", alpha=0.35)
     axes.set_axisbelow(True)
     handles, labels = axes.get_legend_handles_labels()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from lightning_5d.memory.record import MemoryRecord
 from lightning_5d.memory.summary import readable
 
-# A band thinner than this share of the chart's height cannot be seen.
-_SMALLEST = 0.002
+SMALLEST = 0.002
+"""A band thinner than this share of the chart's height cannot be seen."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def layout_of(record: MemoryRecord, setup_width: float = 0.5) -> Layout:
     bands, left_out = {}, {}
     for name in record.categories:
         values = [point.bytes.get(name, 0) for point in record.points]
-        if max(values, default=0) >= _SMALLEST * top and any(values):
+        if max(values, default=0) >= SMALLEST * top and any(values):
             bands[name] = values
         elif any(values):
             left_out[name] = max(values)
