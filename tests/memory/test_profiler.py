@@ -218,7 +218,7 @@ def test_a_resumed_run_goes_on_counting_and_records_no_step_twice(tmp_path):
     trainer = fit(first, max_steps=3)
     trainer.save_checkpoint(tmp_path / "three.ckpt")
     again = MemoryProfiler(tmp_path / "again", steps=2)
-    trainer = quiet(callbacks=[again], max_steps=5, limit_val_batches=0)
+    trainer = quiet(callbacks=[again], max_steps=5, max_epochs=2, limit_val_batches=0)
     trainer.fit(model(), loader(64, batch_size=4), ckpt_path=tmp_path / "three.ckpt")
     assert again.state_dict()["step"] == 5
     assert not (tmp_path / "again").exists()
