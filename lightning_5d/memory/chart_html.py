@@ -9,7 +9,7 @@ from html import escape
 from importlib.resources import files
 
 from lightning_5d.memory.categories import colours
-from lightning_5d.memory.layout import Layout
+from lightning_5d.memory.layout import SMALLEST, Layout
 from lightning_5d.memory.record import MemoryRecord
 from lightning_5d.memory.summary import MemorySummary, readable, unit_for
 
@@ -44,13 +44,13 @@ def rank_page(record: MemoryRecord, layout: Layout, title: str) -> str:
     for stretch in layout.stretches:
         left, right = place_x(stretch.start), place_x(stretch.end)
         parts.append(
-            f'<rect class="phase {escape(stretch.name)}" x="{left:.2f}" y="4" width="{right - left:.2f}" height="12"/>'
+            f'<rect class="phase in-{escape(stretch.name)}" x="{left:.2f}" y="4" width="{right - left:.2f}" height="14"/>'
         )
-        if right - left > 45:
+        if right - left > 45 and stretch.step:
             parts.append(f'<text class="phase" x="{(left + right) / 2:.1f}" y="14">{escape(stretch.name)}</text>')
     for index, step in enumerate(layout.steps):
         parts.append(
-            f'<line class="step" x1="{place_x(index):.2f}" x2="{place_x(index):.2f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+            f'<line class="edge" x1="{place_x(index):.2f}" x2="{place_x(index):.2f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
         )
         parts.append(
             f'<text class="tick" x="{place_x(index + 0.5):.1f}" y="{_HEIGHT - _BOTTOM + 18}">step {step}</text>'
@@ -78,7 +78,7 @@ def rank_page(record: MemoryRecord, layout: Layout, title: str) -> str:
 
 def summary_page(summary: MemorySummary, title: str) -> str:
     """The ranks side by side at their peaks, and a table of each category's highest value."""
-    names = [name for name in summary.categories if any(peak.highest.get(name, 0) for peak in summary.ranks)]
+    names = [name for name in summary.categories if summary.highest(name)[0]]
     colour = colours(names)
     top, ticks, unit = _axis([peak.total for peak in summary.ranks])
     parts = [_grid(top, ticks, unit)]
@@ -112,7 +112,8 @@ def summary_page(summary: MemorySummary, title: str) -> str:
         for peak in summary.ranks
     ]
     table = _table(rows, "The highest value of each category, at whatever moment")
-    return _page(title, f"{_legend(names, colour)}{_svg(parts, title)}{table}", None)
+    visible = [n for n in names if max(peak.peak.get(n, 0) for peak in summary.ranks) > SMALLEST * top]
+    return _page(title, f"{_legend(visible, colour)}{_svg(parts, title)}{table}", None)
 
 
 def _axis(totals: Sequence[int]) -> tuple[float, list[float], str]:
