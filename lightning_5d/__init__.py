@@ -1,12 +1,25 @@
 """Five-dimensional parallel training for PyTorch Lightning: `Trainer(strategy=FiveD(...))`."""
 
 from lightning_5d.data_parallel.zero import ZeRO
+from lightning_5d.loss_scaling import LossScaling
 from lightning_5d.parallelism import Parallelism, Problem, RunContext
 from lightning_5d.plan import ParallelPlan
 from lightning_5d.precision import FiveDPrecision
 from lightning_5d.registry import register_strategies
+from lightning_5d.skipped_steps import SkippedStep, SkippedSteps
 from lightning_5d.strategy import FiveD
 
-__all__ = ["FiveD", "FiveDPrecision", "ParallelPlan", "Parallelism", "Problem", "RunContext", "ZeRO"]
+__all__ = [
+    "FiveD",
+    "FiveDPrecision",
+    "LossScaling",
+    "ParallelPlan",
+    "Parallelism",
+    "Problem",
+    "RunContext",
+    "SkippedStep",
+    "SkippedSteps",
+    "ZeRO",
+]
 
 register_strategies()

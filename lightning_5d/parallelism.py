@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -60,6 +61,19 @@ class RunContext:
     module: nn.Module | None = None
 
 
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes that an axis which places weights has to provide for.
+
+    Attributes:
+        compute: Modules compute in this one, from copies of the weights; ``None`` for the weights' own.
+        reduce: Gradients are added up over ranks in this one; ``None`` for the one they come in.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
 class Parallelism(ABC):
     """One axis of parallelism as a person configures it. Subclasses are frozen dataclasses."""
 
@@ -78,13 +92,14 @@ class Parallelism(ABC):
         return []
 
     @abstractmethod
-    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> Parallelized:
+    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Applies the axis to the module, in place.
 
         Args:
             module: The user's LightningModule, on its device, with the same values on every rank.
             plan: Where the module may be cut.
             mesh: The ranks by axis.
+            dtypes: What to compute and to reduce in.
 
         Returns:
             The axis at work, whose hooks `FiveD` calls during steps.

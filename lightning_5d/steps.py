@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,10 +19,14 @@ from lightning_5d.communication import MeshCommunication
 from lightning_5d.gradients import global_norm, scale_gradients
 from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_loss
 from lightning_5d.parallelism import Parallelized
+from lightning_5d.precision import FiveDPrecision
 from lightning_5d.random_streams import step_stream
+from lightning_5d.skipped_steps import LOSS_SCALE, SkippedSteps
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_5d.loss_scaling import LossScaler
 
 
 class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
@@ -29,21 +34,33 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
 
     Attributes:
         parallelized: The axes at work on the connected module, outermost first; empty until it has been set up.
+        skipped_steps: Counts of optimizer steps tried and left out.
+        overflow: Whether loss scaling found this step's gradients not finite on any rank; until the next window.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parallelized: list[Parallelized] = []
+        self.skipped_steps = SkippedSteps()
+        self.overflow = False
+        self._skip_reason: str | None = None
+        self._stepping = False
         self._accumulating = False
         self._window = LossWindow()
         self._weight: float | None = None
         self._agreed: tuple[str, int] | None = None
         self._uneven_prediction = False
         self._evaluation = ExitStack()
+        self._schedules = ExitStack()
 
     @override
     def on_train_start(self) -> None:
         leave_out_seen(self.connected_module.trainer)
+        self._schedules.enter_context(self._holding_schedules())
+
+    @override
+    def on_train_end(self) -> None:
+        self._schedules.close()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -57,6 +74,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         if module.automatic_optimization and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             # Where Lightning clears gradients; an `optimizer_step` of the user's may have left the last ones unused.
             self._window.restart()
+            self.overflow, self._skip_reason = False, None
         for applied in self.parallelized:
             applied.begin_microbatch(last=not self._accumulating)
 
@@ -148,7 +166,10 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         return closure_loss
 
     def finalize_gradients(self, optimizer: Any) -> None:
-        """Makes gradients final: called once per optimizer step, before hooks, clipping and the step."""
+        """Makes gradients final: called once per optimizer step, before hooks, clipping and the step.
+
+        Reduced over ranks, divided by the window, divided by the loss scale; an overflow anywhere is known everywhere.
+        """
         module = self.connected_module
         if module.automatic_optimization:
             planned, batches = module.trainer.accumulate_grad_batches, module.trainer.num_training_batches
@@ -157,6 +178,43 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
                 scale_gradients(module.parameters(), factor)
         for applied in self.parallelized:
             applied.finalize_gradients()
+        scaler = self._scaler
+        if scaler is not None:
+            finite = scaler.unscale(self.precision_plugin.main_params(optimizer))
+            # Over the world and not only over the ranks that share a parameter: a stage or an expert steps with the others.
+            self.overflow = not finite if self.world_size == 1 else self.reduce_boolean_decision(not finite, all=False)
+            if self.overflow:
+                self._skip_reason = LOSS_SCALE
+        self._stepping = True
+
+    @property
+    def _scaler(self) -> LossScaler | None:
+        plugin = self.precision_plugin
+        return plugin.scaler if isinstance(plugin, FiveDPrecision) else None
+
+    def skip_step(self, reason: str) -> None:
+        """Leaves the present optimizer step out; to be called in `on_before_optimizer_step`, on all ranks alike.
+
+        Weights, optimizer states and step-wise learning-rate schedules then stay as they are, and the step is counted in
+        `skipped_steps` under its reason. A step that is left out already keeps its first reason.
+
+        Raises:
+            MisconfigurationException: Where no optimizer step is being made.
+            ValueError: If the reason is empty.
+        """
+        if not reason:
+            raise ValueError("skip_step needs a reason, which is what the step is counted under.")
+        if not self._stepping:
+            raise MisconfigurationException(
+                "skip_step was called outside of an optimizer step. Call it in `on_before_optimizer_step`, where gradients are"
+                " final and the step has not been made."
+            )
+        self._skip_reason = self._skip_reason or reason
+
+    @property
+    def skipping(self) -> bool:
+        """Whether the present optimizer step is left out, or the last one was; until the next window."""
+        return self._skip_reason is not None
 
     @override
     def optimizer_step(
@@ -166,10 +224,46 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.overflow, self._skip_reason = False, None
+        try:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = False
+        self._count(optimizer)
         for applied in self.parallelized:
             applied.after_optimizer_step()
         return result
+
+    def _count(self, optimizer: Optimizer) -> None:
+        index = next((i for i, known in enumerate(self.optimizers) if known is optimizer), 0)
+        scaler = self._scaler
+        if self._skip_reason is None:
+            self.skipped_steps.made(index)
+        else:
+            self.skipped_steps.skipped(self._skip_reason, None if scaler is None else scaler.scale, index)
+        if scaler is not None:
+            scaler.update(self.overflow, waiting=list(self.connected_module.parameters()))
+
+    @contextmanager
+    def _holding_schedules(self) -> Generator[None, None, None]:
+        """Step-wise learning-rate schedules do not advance where the step was left out, whatever hook the user has for them."""
+        module = self.connected_module
+        step_wise = {id(config.scheduler) for config in self.lr_scheduler_configs if config.interval == "step"}
+        own = vars(module).get("lr_scheduler_step")
+        advance = module.lr_scheduler_step
+
+        @wraps(advance)
+        def unless_skipped(scheduler: Any, metric: Any | None) -> None:
+            if not (self.skipping and id(scheduler) in step_wise):
+                advance(scheduler, metric)
+
+        object.__setattr__(module, "lr_scheduler_step", unless_skipped)
+        try:
+            yield
+        finally:
+            object.__delattr__(module, "lr_scheduler_step")
+            if own is not None:
+                object.__setattr__(module, "lr_scheduler_step", own)
 
     def parameters_will_change(self) -> None:
         """Called by the precision plugin between the last hook on gradients and the step itself."""

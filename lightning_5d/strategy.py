@@ -133,8 +133,10 @@ class FiveD(ParallelSteps):
 
     @property
     @override
-    def precision_plugin(self) -> Precision:
-        return self._precision_plugin if self._precision_plugin is not None else FiveDPrecision()
+    def precision_plugin(self) -> FiveDPrecision:
+        if not isinstance(self._precision_plugin, FiveDPrecision):  # the connector asks before it has given one
+            return FiveDPrecision()
+        return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
@@ -300,13 +302,15 @@ class FiveD(ParallelSteps):
         raise_problems(problems)
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
-        self.model = self.precision_plugin.convert_module(module)
+        precision = self.precision_plugin
+        self.model = precision.convert_module(module)
         self.model_to_device()
         synchronize_values(module)
         plan = find_plan(module, self._plan)
         for applied in self.parallelized:
             applied.close()
-        self.parallelized = [plugin.parallelize(module, plan, self.mesh) for plugin in self.plugins]
+        precision.cast_activations(module, [module.get_submodule(name) for name in plan.block_names(module)])
+        self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in self.plugins]
         if meta_tensors(module):
             materialize(module, self.root_device)
         self._setup_module = module
@@ -320,6 +324,7 @@ class FiveD(ParallelSteps):
     @override
     def teardown(self) -> None:
         self._evaluation.close()
+        self._schedules.close()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -31,7 +31,11 @@ def gather(state: Any, *, keep: bool) -> Any:
     if isinstance(state, DTensor):
         # Checked with torch 2.13: without elements, `full_tensor` fails where the ranks do not divide the first dimension.
         whole = state.full_tensor() if state.numel() else torch.empty(state.shape, dtype=state.dtype)
-        return whole.detach().cpu() if keep else whole.detach().to("meta")
+        if not keep:
+            return whole.detach().to("meta")
+        # On one rank, and where the tensor is replicated, it is no new memory.
+        own = whole.data_ptr() == state._local_tensor.data_ptr()
+        return whole.detach().to("cpu", copy=own)
     if isinstance(state, Tensor):
         # A copy: the file must not change when training goes on while it is written.
         return state.detach().to("cpu", copy=True) if keep else state.detach().to("meta")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from torch import nn
 
 from lightning_5d.mesh import DATA_AXES, nearest_divisor
-from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, Size
+from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized, Problem, RunContext, Size
 
 if TYPE_CHECKING:
     from lightning_5d.mesh import ParallelMesh
@@ -95,15 +95,21 @@ class ZeRO(Parallelism):
             problems += module_problems(context.module, self.stage, ranks, getattr(trainer, "callbacks", ()))
         return problems
 
-    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> Parallelized:
+    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Wraps the plan's blocks and the rest of the module for this stage."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         from lightning_5d.data_parallel.engine import ShardOptions
         from lightning_5d.data_parallel.sharded import ShardedData
 
         blocks = [module.get_submodule(name) for name in plan.block_names(module)]
         # FiveD has made values equal by now, over all axes.
         options = ShardOptions(
-            stage=self.stage, offload="none" if self.offload == "none" else "optimizer+parameters", synchronize=False
+            stage=self.stage,
+            # Inputs are not FSDP2's to cast: it would round the batch at the root, float targets included.
+            mp_policy=MixedPrecisionPolicy(dtypes.compute, dtypes.reduce, cast_forward_inputs=False),
+            offload="none" if self.offload == "none" else "optimizer+parameters",
+            synchronize=False,
         )
         return ShardedData(module, blocks, mesh.submesh(*DATA_AXES), options)
 

@@ -1,14 +1,18 @@
 """Ranks that are started from this process, for notebooks and tests; results come back into it."""
 
 import contextlib
+import functools
 import io
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +130,7 @@ class InProcessLauncher(_MultiProcessingLauncher):
         context: Any = multiprocessing.get_context(self._start_method)
         if self._start_method == "forkserver":
             context.set_forkserver_preload(_PRELOAD)
+            _end_server_at_exit()
         results, theirs = context.Pipe(duplex=False)
         state = None if self._start_method == "fork" else _GlobalStateSnapshot.capture()
         # Otherwise a rank would start data loading processes the way it was started itself: slowly, and through a server
@@ -265,6 +270,24 @@ class InProcessLauncher(_MultiProcessingLauncher):
         state: dict[str, Any] = super().__getstate__()
         state["_job"] = None
         return state
+
+
+@functools.cache
+def _end_server_at_exit() -> None:
+    """Lets this process outlive the fork server, which else goes on for a second or more: it has all of torch to put away."""
+    # A negative priority: after `multiprocessing` has waited for the processes that were started through it.
+    Finalize(None, _end_server, exitpriority=-1)
+
+
+def _end_server() -> None:
+    # Checked with Python 3.11: the standard library's name for its server's process is not public.
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
 
 
 def _to_bytes(value: Any) -> bytes:

@@ -5,6 +5,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -42,13 +43,19 @@ def test_a_wrong_size_or_option_is_refused_when_the_trainer_is_made(
         assert word in str(error.value)
 
 
+class Int8Precision(Precision):
+    """A plugin of someone else's."""
+
+    precision = "int8-training"  # type: ignore[assignment]
+
+
 def test_all_problems_come_in_one_error() -> None:
     with pytest.raises(MisconfigurationException) as error:
-        quiet(strategy=FiveD(ZeRO(stage=7, replicate=3, offload="disk")), devices=4, precision="16-true")  # type: ignore[arg-type]
+        quiet(strategy=FiveD(ZeRO(stage=7, replicate=3, offload="disk")), devices=4, plugins=Int8Precision())  # type: ignore[arg-type]
     text = str(error.value)
     assert text.startswith("4 settings do not work:")
     assert [line.split(".")[0].strip() for line in text.splitlines()[1:]] == ["1", "2", "3", "4"]
-    for word in ("stage=7", "dp_replicate=3", "offload='disk'", "16-true"):
+    for word in ("stage=7", "dp_replicate=3", "offload='disk'", "int8"):
         assert word in text
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_5d import FiveD, Parallelism, ZeRO
 from lightning_5d.mesh import ParallelMesh
-from lightning_5d.parallelism import Parallelized, Size
+from lightning_5d.parallelism import Dtypes, Parallelized, Size
 from lightning_5d.plan import ParallelPlan
 from tests.trainers import quiet
 
@@ -29,7 +29,7 @@ class Replicas(Parallelism):
     def mesh_sizes(self) -> dict[str, Size]:
         return {self.name: self.size}
 
-    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> Parallelized:
+    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         return Parallelized()
 
 
