@@ -38,6 +38,7 @@ class MemoryProfiler(L.Callback):
         start: Number of the first one, from 1. Recording sees the model being built only if this is 1.
         resolution: How many points of a phase are kept at most; the highest moments are among them.
         snapshot: On CUDA, also keep the allocator's history as ``memory_rankN.pickle`` for torch's own viewer.
+        pictures: Whether to draw; `python -m lightning_5d.memory FOLDER` can do it later.
         title: Of the charts; the model and the strategy if None.
 
     Raises:
@@ -52,6 +53,7 @@ class MemoryProfiler(L.Callback):
         start: int = 1,
         resolution: int = 48,
         snapshot: bool = True,
+        pictures: bool = True,
         title: str | None = None,
     ) -> None:
         for name, value in (("steps", steps), ("start", start), ("resolution", resolution)):
@@ -61,7 +63,7 @@ class MemoryProfiler(L.Callback):
                 )
         self.folder = None if folder is None else Path(folder)
         self.steps, self.start, self.resolution = steps, start, resolution
-        self.snapshot, self.title = snapshot, title
+        self.snapshot, self.pictures, self.title = snapshot, pictures, title
         self.recorder: MemoryRecorder | None = None
         self.summary: MemorySummary | None = None
         self.files: list[Path] = []
@@ -287,6 +289,8 @@ class MemoryProfiler(L.Callback):
         if self._drawn or self.recorder is None or self.folder is None:
             return
         self._drawn = True
+        if not self.pictures:
+            return
         record = self.recorder.record
         if record.phases:
             self.files += draw_rank(record, self.folder, self.title or "Memory")

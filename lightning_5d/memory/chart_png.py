@@ -46,8 +46,8 @@ def stacked(layout: Layout, title: str) -> Figure:
         handles[::-1], labels[::-1], loc="outside right center", fontsize=12, frameon=False, title="held as"
     )
     legend.get_title().set_fontsize(12)
-    if layout.left_out:
-        figure.supxlabel(layout.note(), fontsize=9, color="0.35", x=0.02, ha="left")
+    note = "Strip on top, from light to dark: gather, forward, backward, clip, optimizer step. " + layout.note()
+    figure.supxlabel(note, fontsize=9.5, color="0.35", x=0.01, ha="left")
     return figure
 
 
@@ -56,10 +56,10 @@ def _draw_strip(strip: Axes, layout: Layout) -> None:
     for stretch in layout.stretches:
         if stretch.name in _STRIP:
             strip.axvspan(stretch.start, stretch.end, color=_STRIP[stretch.name], linewidth=0)
-            width = (stretch.end - stretch.start) / max(len(layout.steps), 1)
-            if _SHORT[stretch.name] and width > 0.02:
+            width = (stretch.end - stretch.start) / (max(layout.x) - min(layout.x))
+            if _SHORT[stretch.name] and width > 0.031:
                 middle = (stretch.start + stretch.end) / 2
-                strip.text(middle, 0.45, _SHORT[stretch.name], ha="center", va="center", fontsize=10)
+                strip.text(middle, 0.45, _SHORT[stretch.name], ha="center", va="center", fontsize=9)
     strip.set_axis_off()
 
 
