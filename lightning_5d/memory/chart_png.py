@@ -27,7 +27,10 @@ def stacked(layout: Layout, title: str) -> Figure:
         axes.plot(layout.x, [total / scale for total in layout.totals], color="0.15", linewidth=0.7)
     for edge in range(len(layout.steps) + 1):
         axes.axvline(edge, color="0.35", linewidth=0.7, linestyle=":")
-    ticks = {index + 0.5: f"step {step}" for index, step in enumerate(layout.steps)}
+    ticks = {
+        index + 0.5: f"step {step}" + ("\nskipped" if step in layout.skipped else "")
+        for index, step in enumerate(layout.steps)
+    }
     if layout.x and layout.x[0] < 0:
         ticks = {layout.x[0] / 2: "setup"} | ticks
     axes.set_xticks(list(ticks), list(ticks.values()), fontsize=13)

@@ -48,6 +48,14 @@ class Layout:
         """The sum of all bands at each point."""
         return [sum(values) for values in zip(*self.bands.values(), strict=True)]
 
+    @property
+    def skipped(self) -> set[int]:
+        """The steps that came to their end without the optimizer's: an overflow, say."""
+        names: dict[int, set[str]] = {}
+        for stretch in self.stretches:
+            names.setdefault(stretch.step, set()).add(stretch.name)
+        return {step for step in self.steps if {"clip", "between"} <= names[step] and "step" not in names[step]}
+
     def note(self) -> str:
         """A sentence about what is not drawn; empty if everything is."""
         if not self.left_out:

@@ -74,15 +74,12 @@ class MemoryRecord:
         rank: Its number.
         world_size: How many there are.
         device: ``"cpu"``, ``"cuda"``, …: the kind of memory counted.
-        shared: Bytes of the communication buffers that lie in memory shared with other ranks. Each rank counts its own;
-            what it merely maps of others does not count, so the sum over ranks is what the host holds.
         failure: What ended the run early, if something did.
     """
 
     rank: int = 0
     world_size: int = 1
     device: str = "cpu"
-    shared: int = 0
     failure: str | None = None
     phases: list[Phase] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)

@@ -22,7 +22,6 @@ class RankPeak:
         peak: Bytes by category at the moment of the highest total.
         highest: The highest that each category was, at whatever moment; these do not add up to a moment.
         step, phase: When the highest total was.
-        shared: See `MemoryRecord.shared`.
     """
 
     rank: int
@@ -30,7 +29,6 @@ class RankPeak:
     highest: Bytes
     step: int
     phase: str
-    shared: int
 
     @property
     def total(self) -> int:
@@ -51,7 +49,7 @@ class MemorySummary:
         for record in records:
             top = max(record.phases, key=lambda phase: sum(phase.peak.values()), default=None)
             step, phase = (top.step, top.name) if top is not None else (0, "")
-            peaks.append(RankPeak(record.rank, record.peak(), record.highest(), step, phase, record.shared))
+            peaks.append(RankPeak(record.rank, record.peak(), record.highest(), step, phase))
         return cls(tuple(sorted(peaks, key=lambda peak: peak.rank)))
 
     @classmethod
