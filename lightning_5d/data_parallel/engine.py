@@ -17,13 +17,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_5d.data_parallel.agreement import Agreement
+from lightning_5d.data_parallel import account
 from lightning_5d.data_parallel.blocks import Blocks, cut
-from lightning_5d.data_parallel.param_group import Exchange, RecordingParamGroup, adopt, state_of
+from lightning_5d.data_parallel.exchange import Exchange
+from lightning_5d.data_parallel.param_group import RecordingParamGroup, adopt, state_of
 from lightning_5d.data_parallel.reducer import GradientReducer
 from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.traffic import Traffic
-from lightning_5d.data_parallel.transport import Transport, account
+from lightning_5d.data_parallel.transport import Transport
 from lightning_5d.data_parallel.transports import open_transport
+
+# So many groups are on their way while one is copied: ranks hardly wait for each other, and hold little twice.
+_GATHERED_AHEAD = 3
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class ReplicatedEngine(Engine):
 
     @override
     def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return account(self._transport)
+        return account.of_transport(self._transport)
 
     @override
     def close(self) -> None:
@@ -138,7 +144,9 @@ class ShardedEngine(Engine):
         self._states, self._meshes, self._exchange, self._scalars = states, meshes, exchange, scalars
         if exchange is not None:
             self.traffic = exchange.traffic
+        transports = [] if exchange is None else [t for t in (exchange.shard, exchange.replicate) if t is not None]
         self._root = states[0]
+        self._agreement = Agreement(transports, [mesh.get_group() for mesh in meshes], self._root._device)
         self.groups: list[RecordingParamGroup] = [group for state in states for group in adopt(state, exchange)]
         self._last = self._complete = True
         self._depth = 0
@@ -157,6 +165,7 @@ class ShardedEngine(Engine):
         stage = self.options.stage
         if self._exchange is not None:
             self._exchange.reuse = False
+            self._exchange.settle()
         if self._complete:
             self._reshard()  # a forward without backward may have left parameters that are stale by now
         self._last, self._complete, self._depth = last, False, 0
@@ -168,6 +177,8 @@ class ShardedEngine(Engine):
 
     @override
     def wait(self) -> None:
+        if self._exchange is not None:
+            self._exchange.settle()
         if not self._last:
             return
         for group in self.groups:
@@ -185,16 +196,16 @@ class ShardedEngine(Engine):
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         self._initialize()
-        self._reshard()
+        self.reshard()
         self._gather()
         after_forward = [group.post_forward_mesh_info for group in self.groups]
         for group in self.groups:
             group.post_forward_mesh_info = None  # a forward in here must neither free nor gather anything
-        self._held = True
+        self._hold(True)
         try:
             yield
         finally:
-            self._held = False
+            self._hold(False)
             for group, mesh_info in zip(self.groups, after_forward, strict=True):
                 group.post_forward_mesh_info = mesh_info
             self._reshard()
@@ -219,9 +230,9 @@ class ShardedEngine(Engine):
     @override
     def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
         for group in self.groups:
-            yield from group.memory()
+            yield from account.of_group(group)
         if self._exchange is not None:
-            yield from self._exchange.memory()
+            yield from account.of_exchange(self._exchange)
 
     @override
     def close(self) -> None:
@@ -239,7 +250,14 @@ class ShardedEngine(Engine):
     def reshard(self) -> None:
         """Frees full parameters now, and forgets a forward that was not finished."""
         self._depth = 0
+        if self._exchange is not None:
+            self._exchange.settle()
         self._reshard()
+
+    def _hold(self, whole: bool) -> None:
+        self._held = whole
+        if self._exchange is not None:
+            self._exchange.whole = whole
 
     def hold_through_backward(self, hold: bool) -> None:
         """Whether parameters that a backward uses stay whole until `wait`: it may itself be differentiated.
@@ -321,9 +339,10 @@ class ShardedEngine(Engine):
     def _gather(self) -> None:
         if self._scalars is not None:
             self._scalars.to_plain()
-        for group in self.groups:
-            group.unshard()
-        for group in self.groups:
+        ahead = len(self.groups) if self._exchange is None else _GATHERED_AHEAD
+        for index, group in enumerate(self.groups):
+            for coming in self.groups[index : index + 1 + ahead]:
+                coming.unshard()
             group.wait_for_unshard()
 
     def _reshard(self) -> None:
@@ -344,10 +363,7 @@ class ShardedEngine(Engine):
             flags.append(group.reductions)
         if self._scalars is not None:
             flags += [int(is_used) for is_used in self._scalars.used()]
-        agreed = torch.tensor(flags, dtype=torch.int32, device=self._root._device)
-        for mesh in self._meshes:
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=mesh.get_group())
-        values = iter(agreed.tolist())
+        values = iter(self._agreement.maximum(flags))
         used = []
         for group in self.groups:
             used.append({index for index in range(len(group.fsdp_params)) if next(values)})

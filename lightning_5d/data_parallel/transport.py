@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-
-from lightning_5d.memory.categories import COMMUNICATION, ELSEWHERE
 
 
 class Arrival(ABC):
@@ -54,8 +52,11 @@ class Transport(ABC):
         """Starts giving the whole ``buffer`` (made by :meth:`allocate`) to every rank: the heart of an all-gather."""
 
     @abstractmethod
-    def scatter(self, buffer: torch.Tensor, tag: int) -> Arrival:
-        """Starts giving part p of ``buffer`` (its p-th of ``size`` equal parts) to rank p: the heart of a reduce-scatter."""
+    def scatter(self, buffer: torch.Tensor, tag: int, own: torch.Tensor | None = None) -> Arrival:
+        """Starts giving part p of ``buffer`` (its p-th of ``size`` equal parts) to rank p: the heart of a reduce-scatter.
+
+        With ``own``, this rank's part, which nobody else reads, ``buffer`` holds only those of the others in rank order.
+        """
 
     def memory(self) -> list[torch.Tensor]:
         """The memory that this rank's transport keeps for reuse, lent or not; not what it maps of its peers."""
@@ -72,12 +73,6 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives back memory and connections. Exchanges under way are lost."""
-
-
-def account(transport: Transport) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a transport holds, by category; see `Parallelized.memory`."""
-    yield from ((COMMUNICATION, tensor) for tensor in transport.memory())
-    yield from ((ELSEWHERE, tensor) for tensor in transport.mapped())
 
 
 def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, divide_by: float = 1.0) -> None:
