@@ -17,8 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_5d.data_parallel.agreement import Agreement
 from lightning_5d.data_parallel import account
+from lightning_5d.data_parallel.agreement import Agreement
 from lightning_5d.data_parallel.blocks import Blocks, cut
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.param_group import RecordingParamGroup, adopt, state_of
