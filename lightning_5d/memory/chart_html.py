@@ -48,12 +48,13 @@ def rank_page(record: MemoryRecord, layout: Layout, title: str) -> str:
         )
         if right - left > 45 and stretch.step:
             parts.append(f'<text class="phase" x="{(left + right) / 2:.1f}" y="14">{escape(stretch.name)}</text>')
-    for index, step in enumerate(layout.steps):
-        label = f"step {step}" + (", skipped" if step in layout.skipped else "")
+    for index in range(len(layout.steps)):
         parts.append(
             f'<line class="edge" x1="{place_x(index):.2f}" x2="{place_x(index):.2f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
         )
-        parts.append(f'<text class="tick" x="{place_x(index + 0.5):.1f}" y="{_HEIGHT - _BOTTOM + 18}">{label}</text>')
+    for x, step in layout.step_labels().items():
+        label = step + (", skipped" if layout.steps[int(x)] in layout.skipped and len(layout.steps) < 8 else "")
+        parts.append(f'<text class="tick" x="{place_x(x):.1f}" y="{_HEIGHT - _BOTTOM + 18}">{label}</text>')
     if low < 0:
         parts.append(f'<text class="tick" x="{place_x(low / 2):.1f}" y="{_HEIGHT - _BOTTOM + 18}">setup</text>')
     parts.append(

@@ -28,8 +28,8 @@ def stacked(layout: Layout, title: str) -> Figure:
     for edge in range(len(layout.steps) + 1):
         axes.axvline(edge, color="0.35", linewidth=0.7, linestyle=":")
     ticks = {
-        index + 0.5: f"step {step}" + ("\nskipped" if step in layout.skipped else "")
-        for index, step in enumerate(layout.steps)
+        x: label + ("\nskipped" if layout.steps[int(x)] in layout.skipped else "")
+        for x, label in layout.step_labels().items()
     }
     if layout.x and layout.x[0] < 0:
         ticks = {layout.x[0] / 2: "setup"} | ticks

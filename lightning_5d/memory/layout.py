@@ -56,6 +56,15 @@ class Layout:
             names.setdefault(stretch.step, set()).add(stretch.name)
         return {step for step in self.steps if {"clip", "between"} <= names[step] and "step" not in names[step]}
 
+    def step_labels(self, most: int = 10) -> dict[float, str]:
+        """Where to write what about steps on the axis; of more than ``most`` only some, by number."""
+        every = -(-len(self.steps) // most)
+        return {
+            index + 0.5: f"step {step}" if every == 1 else str(step)
+            for index, step in enumerate(self.steps)
+            if index % every == 0
+        }
+
     def note(self) -> str:
         """A sentence about what is not drawn; empty if everything is."""
         if not self.left_out:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from typing_extensions import override
 
 from lightning_5d.memory.categories import stronger
+
+_running: weakref.WeakSet[StorageLog] = weakref.WeakSet()
+
+
+def _stop_after_fork() -> None:
+    # A data-loading worker started meanwhile would go on writing down its own storages for as long as it lives.
+    for log in list(_running):
+        log.stop()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_stop_after_fork)
 
 
 @dataclass(eq=False)
@@ -93,6 +106,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if issubclass(type(candidate), Tensor):
                 self.see(candidate)
         self._on = self._entered = True
+        _running.add(self)
         self._watch_resizing()
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -100,6 +114,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Ends; returns False if another mode was entered since and not left: then call again later."""
         if self._on:
             self._on = False
+            _running.discard(self)
             if self._resize is not None:
                 torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         self._pieces.clear()

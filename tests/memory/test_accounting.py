@@ -1,6 +1,7 @@
 """Bytes are exact for storages whose size is known."""
 
 import gc
+import multiprocessing
 
 import pytest
 import torch
@@ -181,6 +182,22 @@ def test_nothing_is_left_installed():
     assert torch.UntypedStorage.resize_ is resize
     assert not weight._post_accumulate_grad_hooks
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def _mode_in_child(answers):
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    answers.send(mode is None)
+
+
+def test_a_worker_forked_meanwhile_records_nothing(recording):
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=_mode_in_child, args=(there,))
+    child.start()
+    assert here.poll(20)
+    assert here.recv()
+    child.join(20)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is not None
 
 
 def test_a_mode_that_was_entered_above_does_not_get_lost():
