@@ -8,7 +8,7 @@ module, with the state that needs. `FiveD` calls the hooks of both in a fixed or
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -178,6 +178,14 @@ class Parallelized:
             uneven: Ranks have different numbers of batches, so a step may not communicate.
         """
         return nullcontext()
+
+    def memory(self) -> Iterable[tuple[str, Tensor]]:
+        """What the axis holds beside the module's parameters, their gradients and the optimizers' states, for accounts of memory.
+
+        Pairs of a category (``"weights"``, ``"master weights"``, ``"gradients"``, ``"communication buffers"``, ``"memory of
+        other ranks"``; see `lightning_5d.memory.categories`) and a tensor whose storage is that memory, whole, also while parts of it are lent.
+        """
+        return ()
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:

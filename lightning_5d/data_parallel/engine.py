@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_5d.data_parallel import account
 from lightning_5d.data_parallel.agreement import Agreement
 from lightning_5d.data_parallel.blocks import Blocks, cut
 from lightning_5d.data_parallel.exchange import Exchange
@@ -85,6 +86,10 @@ class Engine:
         """Around a loop that does not change parameters: stages 1 and 2, which hold all of them, gather them once."""
         yield
 
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """See :meth:`lightning_5d.parallelism.Parallelized.memory`."""
+        return ()
+
     def close(self) -> None:
         """Gives back hooks, connections and shared memory. The module keeps its (sharded) parameters."""
 
@@ -110,6 +115,10 @@ class ReplicatedEngine(Engine):
     def wait(self) -> None:
         if self._reducer is not None:
             self._reducer.finish()
+
+    @override
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return account.of_transport(self._transport)
 
     @override
     def close(self) -> None:
@@ -218,6 +227,13 @@ class ShardedEngine(Engine):
             yield
         finally:
             exchange.reuse = False
+
+    @override
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        for group in self.groups:
+            yield from account.of_group(group)
+        if self._exchange is not None:
+            yield from account.of_exchange(self._exchange)
 
     @override
     def close(self) -> None:

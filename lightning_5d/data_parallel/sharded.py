@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -116,6 +116,10 @@ class ShardedData(Parallelized):
     def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
         # A rank that has run out of batches cannot take part in gathers: have everything gathered before.
         return self.unsharded() if uneven else self.engine.evaluating()
+
+    @override
+    def memory(self) -> Iterable[tuple[str, Tensor]]:
+        return self.engine.memory()
 
     @contextmanager
     @override
