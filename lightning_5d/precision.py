@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -265,6 +266,18 @@ class FiveDPrecision(Precision):
     ) -> None:
         if self._strategy is None or not self._strategy.skipping:
             super()._clip_gradients(model, optimizer, clip_val, gradient_clip_algorithm)
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if self.scaler is not None and clip_val > 0:
+            # Under manual optimization `self.clip_gradients` comes before the step, and so before anything else unscales.
+            self.scaler.unscale(self.main_params(optimizer))
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
@@ -440,9 +440,16 @@ def _keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
     moved = full.data_ptr() != own.data_ptr() and full.numel() > 0
     written = moved or full._version != version
     if shard.numel() and (written or compare):
-        start = param.mesh_info.shard_mesh_rank * -(-full.shape[0] // param.mesh_info.shard_mesh_size)
+        mesh = param.mesh_info
+        sharded = isinstance(mesh, FSDPMeshInfo)  # and not replicated, as at stage 0 in mixed precision
+        start = mesh.shard_mesh_rank * -(-full.shape[0] // mesh.shard_mesh_size) if sharded else 0
         mine = full.detach()[start : start + shard.shape[0]]
-        if written or not torch.equal(mine, shard):
+        if mine.dtype != shard.dtype:
+            # Only elements that were changed: the others have more digits in the master than in the full parameter.
+            changed = mine != shard.to(mine.dtype)
+            if bool(changed.any()):
+                shard.copy_(torch.where(changed, mine.to(shard.dtype), shard))
+        elif written or not torch.equal(mine, shard):
             shard.copy_(mine)
     if moved:
         full.data = torch.as_strided(own, param._orig_size, param._contiguous_orig_stride, storage_offset=0)
