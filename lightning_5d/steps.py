@@ -17,6 +17,7 @@ from lightning_5d.batches import check_same_batch, leave_out_seen
 from lightning_5d.checkpoint.lightning_state import WholeCheckpoints
 from lightning_5d.communication import MeshCommunication
 from lightning_5d.gradients import global_norm, scale_gradients
+from lightning_5d.logs import LogExchange
 from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_loss
 from lightning_5d.parallelism import Parallelized
 from lightning_5d.precision import FiveDPrecision
@@ -34,6 +35,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
 
     Attributes:
         parallelized: The axes at work on the connected module, outermost first; empty until it has been set up.
+        logs: How ranks agree on what they log; ``None`` for one rank.
         skipped_steps: Counts of optimizer steps tried and left out.
         overflow: Whether loss scaling found this step's gradients not finite on any rank; until the next window.
     """
@@ -51,6 +53,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         self._agreed: tuple[str, int] | None = None
         self._uneven_prediction = False
         self._evaluation = ExitStack()
+        self.logs: LogExchange | None = None
         self._schedules = ExitStack()
 
     @override
@@ -87,7 +90,12 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
                 output = {**output, "loss": zero_like_loss(output["loss"])}
             return output
 
-        return self._run(step, self.precision_plugin.train_step_context(), args, kwargs)
+        output = self._run(step, self.precision_plugin.train_step_context(), args, kwargs)
+        if self.logs is not None:
+            self.logs.step_begins()
+            if not module.automatic_optimization:
+                self.logs.step_ends()
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +169,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         precision.backward(loss, module, optimizer, *args, **kwargs)
         for applied in self.parallelized:
             applied.after_backward()
+        if module.automatic_optimization and self.logs is not None:
+            self.logs.step_ends()
         closure_loss = precision.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -290,6 +300,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
     @override
     def on_validation_end(self) -> None:
         self._evaluation.close()
+        if self.logs is not None:
+            self.logs.loop_end()
 
     @override
     def on_test_start(self) -> None:

@@ -27,6 +27,7 @@ from lightning_5d.checkpoint.full_state import contains_sharded
 from lightning_5d.communication import point_metrics_to
 from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.initialization import materialize, meta_tensors, synchronize_values
+from lightning_5d.logs import attach as attach_logs
 from lightning_5d.mesh import DATA_AXES, ParallelMesh, resolve_sizes
 from lightning_5d.parallelism import Parallelism, Problem, RunContext, plugin_problems, raise_problems
 from lightning_5d.plan import ParallelPlan, find_plan
@@ -284,6 +285,8 @@ class FiveD(ParallelSteps):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+        if self.world_size > 1 and self.logs is None:
+            self.logs = attach_logs(trainer, self.mesh, self.root_device, self._timeout)
 
     def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
         problems = []

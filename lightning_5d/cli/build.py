@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -65,11 +66,23 @@ def build_run(config: DictConfig) -> Run:
     data = attempt(lambda: build(config.data))
     model = attempt(lambda: build(config.model))
     trainer = attempt(lambda: _trainer(config))
+    attempt(lambda: _check_checkpoint(config.ckpt_path))
     if isinstance(data, Corpus):
         attempt(lambda: data.check(data_ranks(trainer) if trainer is not None else 1))
     if errors:
         raise ImpossibleRunError("\n".join(str(error) for error in errors)) from errors[0]
     return Run(data, model, trainer)
+
+
+def _check_checkpoint(path: str | None) -> None:
+    """Raises if `path` names a file that is not there; Lightning also takes a few words, and addresses of other machines."""
+    if path is None or path in ("best", "last", "hpc") or "://" in path or path.startswith("registry"):
+        return
+    if not Path(path).exists():
+        raise ValueError(
+            f"ckpt_path is {path!r}, which does not exist (looked for {Path(path).absolute()}). Checkpoints of a run are in its"
+            " folder's checkpoints/; leave ckpt_path out to start anew."
+        )
 
 
 def data_ranks(trainer: L.Trainer) -> int:

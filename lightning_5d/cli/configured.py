@@ -51,7 +51,7 @@ def run_configured(command: str) -> int:
 
     # Hydra takes everything after the program's name for itself.
     program, arguments = sys.argv[0], sys.argv[2:]
-    sys.argv = [program, *arguments, *_quiet_rank(os.environ)]
+    sys.argv = [program, f"hydra/help={command}", *arguments, *_quiet_rank(os.environ)]
     jobs()
     return status
 

@@ -17,14 +17,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_5d.data_parallel.agreement import Agreement
 from lightning_5d.data_parallel.blocks import Blocks, cut
-from lightning_5d.data_parallel.param_group import Exchange, RecordingParamGroup, adopt, state_of
+from lightning_5d.data_parallel.exchange import Exchange
+from lightning_5d.data_parallel.param_group import RecordingParamGroup, adopt, state_of
 from lightning_5d.data_parallel.reducer import GradientReducer
 from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
 from lightning_5d.data_parallel.transports import open_transport
 from lightning_5d.module_casting import keeps_full_precision
+
+# So many groups are on their way while one is copied: ranks hardly wait for each other, and hold little twice.
+_GATHERED_AHEAD = 3
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,9 @@ class ShardedEngine(Engine):
         self._states, self._meshes, self._exchange, self._scalars = states, meshes, exchange, scalars
         if exchange is not None:
             self.traffic = exchange.traffic
+        transports = [] if exchange is None else [t for t in (exchange.shard, exchange.replicate) if t is not None]
         self._root = states[0]
+        self._agreement = Agreement(transports, [mesh.get_group() for mesh in meshes], self._root._device)
         self.groups: list[RecordingParamGroup] = [group for state in states for group in adopt(state, exchange)]
         self._last = self._complete = True
         self._depth = 0
@@ -150,6 +157,7 @@ class ShardedEngine(Engine):
         stage = self.options.stage
         if self._exchange is not None:
             self._exchange.reuse = False
+            self._exchange.settle()
         if self._complete:
             self._reshard()  # a forward without backward may have left parameters that are stale by now
         self._last, self._complete, self._depth = last, False, 0
@@ -161,6 +169,8 @@ class ShardedEngine(Engine):
 
     @override
     def wait(self) -> None:
+        if self._exchange is not None:
+            self._exchange.settle()
         if not self._last:
             return
         for group in self.groups:
@@ -178,16 +188,16 @@ class ShardedEngine(Engine):
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         self._initialize()
-        self._reshard()
+        self.reshard()
         self._gather()
         after_forward = [group.post_forward_mesh_info for group in self.groups]
         for group in self.groups:
             group.post_forward_mesh_info = None  # a forward in here must neither free nor gather anything
-        self._held = True
+        self._hold(True)
         try:
             yield
         finally:
-            self._held = False
+            self._hold(False)
             for group, mesh_info in zip(self.groups, after_forward, strict=True):
                 group.post_forward_mesh_info = mesh_info
             self._reshard()
@@ -225,7 +235,14 @@ class ShardedEngine(Engine):
     def reshard(self) -> None:
         """Frees full parameters now, and forgets a forward that was not finished."""
         self._depth = 0
+        if self._exchange is not None:
+            self._exchange.settle()
         self._reshard()
+
+    def _hold(self, whole: bool) -> None:
+        self._held = whole
+        if self._exchange is not None:
+            self._exchange.whole = whole
 
     def hold_through_backward(self, hold: bool) -> None:
         """Whether parameters that a backward uses stay whole until `wait`: it may itself be differentiated.
@@ -307,9 +324,10 @@ class ShardedEngine(Engine):
     def _gather(self) -> None:
         if self._scalars is not None:
             self._scalars.to_plain()
-        for group in self.groups:
-            group.unshard()
-        for group in self.groups:
+        ahead = len(self.groups) if self._exchange is None else _GATHERED_AHEAD
+        for index, group in enumerate(self.groups):
+            for coming in self.groups[index : index + 1 + ahead]:
+                coming.unshard()
             group.wait_for_unshard()
 
     def _reshard(self) -> None:
@@ -330,10 +348,7 @@ class ShardedEngine(Engine):
             flags.append(group.reductions)
         if self._scalars is not None:
             flags += [int(is_used) for is_used in self._scalars.used()]
-        agreed = torch.tensor(flags, dtype=torch.int32, device=self._root._device)
-        for mesh in self._meshes:
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=mesh.get_group())
-        values = iter(agreed.tolist())
+        values = iter(self._agreement.maximum(flags))
         used = []
         for group in self.groups:
             used.append({index for index in range(len(group.fsdp_params)) if next(values)})

@@ -7,68 +7,22 @@ from where it arrives straight into the parameters, and a reduction is only star
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState, is_bw
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from typing_extensions import override
 
-from lightning_5d.data_parallel.buffers import BufferPool
-from lightning_5d.data_parallel.reduction import GradientReduction, PendingReductions, allocate_padded
-from lightning_5d.data_parallel.traffic import Traffic
-from lightning_5d.data_parallel.transport import Arrival, Transport
-
-# Parameters of any dtype start at a multiple of this in a byte buffer, so that they can be viewed as their dtype.
-_ALIGNMENT = 16
-
-
-@dataclass
-class Exchange:
-    """What the parameter groups of one engine share. A transport is None where its group is one rank."""
-
-    shard: Transport | None
-    replicate: Transport | None
-    traffic: Traffic
-    pending: PendingReductions = field(default_factory=PendingReductions)
-    results: BufferPool = field(default_factory=BufferPool)
-    keep_unsharded: bool = False
-    reuse: bool = False
-    groups: list[ExchangingParamGroup] = field(default_factory=list)
-    forward_reach: int = 0
-    backward_reach: int = 0
-
-    def begin_forward(self) -> None:
-        """A forward of the root begins: nothing has been gathered ahead."""
-        self.forward_reach, self.backward_reach = 0, len(self.groups)
-
-    def finish_forward(self) -> None:
-        """The root's forward is over: sends what was passed over, takes in what was not used."""
-        if self.shard is None or self.keep_unsharded:
-            return
-        self.reach_forward(len(self.groups))
-        for group in self.groups:
-            group.discard_arrival()
-
-    def reach_forward(self, index: int) -> None:
-        """Starts gathering up to the group after ``index``, passing over none.
-
-        Groups that this rank skips are sent all the same, since another rank may be waiting for them.
-        """
-        while self.forward_reach < min(index + 2, len(self.groups)):
-            self.forward_reach += 1
-            self.groups[self.forward_reach - 1].unshard()
-
-    def reach_backward(self, index: int) -> None:
-        """The same towards the front: starts gathering down to the group before ``index``."""
-        while self.backward_reach > max(index - 1, 0):
-            self.backward_reach -= 1
-            self.groups[self.backward_reach].unshard()
+from lightning_5d.data_parallel.changes import copy_changes
+from lightning_5d.data_parallel.exchange import Exchange
+from lightning_5d.data_parallel.layout import Layout, cut_among_ranks
+from lightning_5d.data_parallel.reduction import GradientReduction, allocate_padded
+from lightning_5d.data_parallel.transport import Arrival
 
 
 class RecordingParamGroup(FSDPParamGroup):
@@ -83,6 +37,7 @@ class RecordingParamGroup(FSDPParamGroup):
     holding: bool
     pinned: bool
     compare_all: bool
+    exposed: bool
     _full_versions: list[int]
 
     # Parameters that a validation in inference mode makes must still be good for training.
@@ -119,10 +74,16 @@ class RecordingParamGroup(FSDPParamGroup):
             if param.sharded_param.grad is None and not self.reductions:
                 self.fresh.add(index)
 
+    @override
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.exposed = True
+        return super().pre_forward(module, args, kwargs)
+
     # Writes to full parameters #
     @override
     def _to_unsharded(self) -> None:
         super()._to_unsharded()  # type: ignore[no-untyped-call]
+        self.exposed |= self._training_state != TrainingState.PRE_BACKWARD
         self._full_versions = [param._unsharded_param._version for param in self.fsdp_params]
 
     @override
@@ -130,7 +91,9 @@ class RecordingParamGroup(FSDPParamGroup):
         if self.is_unsharded:
             with torch.inference_mode(False), torch.no_grad():
                 for param, version in zip(self.fsdp_params, self._full_versions, strict=True):
-                    _keep_writes(param, version, self.compare_all or not param.sharded_param.requires_grad)
+                    frozen = not param.sharded_param.requires_grad
+                    _keep_writes(param, version, self.compare_all or (frozen and self.exposed))
+            self.exposed = False
         super()._to_sharded()  # type: ignore[no-untyped-call]
 
     def join_reductions(self, count: int) -> None:
@@ -165,8 +128,11 @@ class ExchangingParamGroup(RecordingParamGroup):
 
     exchange: Exchange
     index: int
+    uses: int
     _arrival: Arrival | None
     _gathered: list[int] | None
+    _layout: Layout | None
+    _targets: list[list[torch.Tensor]]
 
     # Initialization #
     @override
@@ -189,14 +155,27 @@ class ExchangingParamGroup(RecordingParamGroup):
         if self.exchange.reuse and self._gathered == self._versions():
             self._to_unsharded()
             return
+        self.exchange.reach(self)
+        if self._arrival is None:
+            self.send()
+
+    def send(self) -> None:
+        """Starts a gather, whatever this rank holds."""
+        if self.exchange.shard is None:
+            return
+        layout = self._shard_layout()
         with torch.inference_mode(False), torch.no_grad():
-            inputs = [param.all_gather_inputs[0] for param in self.fsdp_params]
-            buffer = self.exchange.shard.allocate(_flat_size(inputs), torch.uint8)
-            torch._foreach_copy_(list(_views(buffer, inputs)), inputs)
+            buffer = self.exchange.shard.allocate(layout.nbytes, torch.uint8)
+            # In the order and dtype of FSDP2's `all_gather_inputs`, which only a sharded group may be asked for.
+            torch._foreach_copy_(layout.views(buffer), [param._sharded_param_data for param in self.fsdp_params])
             self._arrival = self.exchange.shard.share(buffer, 2 * self.index)
-        self.exchange.traffic.add(
-            "all_gather", sum(shard.numel() * shard.itemsize for shard in inputs) * self.exchange.shard.size
-        )
+        self.exchange.traffic.add("all_gather", layout.payload * self.exchange.shard.size)
+
+    def _shard_layout(self) -> Layout:
+        if self._layout is None:
+            numels = [param._sharded_param_data.numel() for param in self.fsdp_params]
+            self._layout = Layout(numels, [param.param_dtype or param.orig_dtype for param in self.fsdp_params])
+        return self._layout
 
     @override
     def wait_for_unshard(self) -> None:
@@ -205,22 +184,42 @@ class ExchangingParamGroup(RecordingParamGroup):
             return
         if self._arrival is None:
             return
+        if self.is_unsharded:
+            self.discard_arrival()
+            return
         with torch.inference_mode(False), torch.no_grad():
-            parts, ranks = self._arrival.wait(), self.exchange.shard.size
-            inputs = [param.all_gather_inputs[0] for param in self.fsdp_params]
-            targets: list[torch.Tensor] = []
-            for param, shard in zip(self.fsdp_params, inputs, strict=True):
-                param.init_all_gather_outputs([shard.numel()], [shard.dtype], ranks, self.device)
+            parts, layout, transport = self._arrival.wait(), self._shard_layout(), self.exchange.shard
+            if not self._targets:
+                self._make_targets(transport.size, transport.rank)
+            for param in self.fsdp_params:
                 param.alloc_all_gather_outputs()
-                targets.append(param.all_gather_outputs[0].view(ranks, -1))
-            with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
-                for rank, part in enumerate(parts):
-                    torch._foreach_copy_([target[rank] for target in targets], list(_views(part, inputs)))
+            wholes = tuple(param.all_gather_outputs[0] for param in self.fsdp_params)
+            own = self._targets[transport.rank]
+            in_place = all(
+                param._sharded_param_data.data_ptr() == target.data_ptr()
+                for param, target in zip(self.fsdp_params, own, strict=True)
+            )
+            with torch.autograd._unsafe_preserve_version_counter(wholes):
+                for targets, part in zip(self._targets, parts, strict=True):
+                    if not (in_place and targets is own):
+                        torch._foreach_copy_(targets, layout.views(part))
             self._drop_arrival()
             for param in self.fsdp_params:
                 param.init_unsharded_param()  # type: ignore[no-untyped-call]
         self._gathered = self._versions()
         self._to_unsharded()
+
+    def _make_targets(self, ranks: int, rank: int) -> None:
+        """Views of the full parameters, for each rank those that its shards go to; the memory comes and goes beneath."""
+        for param in self.fsdp_params:
+            numel, dtype = param._sharded_param_data.numel(), param.param_dtype or param.orig_dtype
+            param.init_all_gather_outputs([numel], [dtype], ranks, self.device)
+            param.alloc_all_gather_outputs()
+        wholes = [param.all_gather_outputs[0].view(ranks, -1).unbind() for param in self.fsdp_params]
+        self._targets = [list(targets) for targets in zip(*wholes, strict=True)]
+        if self.exchange.keep_unsharded:
+            for param, target in zip(self.fsdp_params, self._targets[rank], strict=True):
+                _move_into(param, target)
 
     def forget_gathered(self) -> None:
         """The next use gathers, whatever the last one left in memory."""
@@ -231,24 +230,54 @@ class ExchangingParamGroup(RecordingParamGroup):
 
     @override
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.exchange.reach_forward(self.index)
+        self.exchange.reach(self)
         return super().pre_forward(module, args, kwargs)
+
+    @override
+    def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        if torch.is_grad_enabled() and not is_bw():
+            self.uses += 1
+        return super().post_forward(module, input, output)
 
     @override
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         if self._training_state != TrainingState.PRE_BACKWARD:
-            self.exchange.reach_backward(self.index)
+            self.exchange.reach_backward(self)
         super().pre_backward(False)
 
     @override
+    def reshard(self) -> None:
+        # A block that its forward has used more than once stays whole until the last of its backwards, as a second
+        # gather would ask for something that other ranks may not need.
+        if self._training_state != TrainingState.POST_BACKWARD or self.uses <= 0:
+            super().reshard()
+
+    @override
     def finalize_backward(self) -> None:
-        self.discard_arrival()
+        self.exchange.finish_backward()
+        if self.uses > 0 and self.reshard_after_backward:
+            super().reshard()
+        self.forget_uses()
         super().finalize_backward()  # type: ignore[no-untyped-call]
 
     @override
     def _reset_iter_state(self) -> None:
         self.discard_arrival()
         super()._reset_iter_state()
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a gather is under way."""
+        return self._arrival is not None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a backward may come."""
+        return any(param.sharded_param.requires_grad for param in self.fsdp_params)
+
+    def forget_uses(self) -> None:
+        """No backward is expected any more."""
+        self.uses = 0
 
     @override
     def discard_arrival(self) -> None:
@@ -267,6 +296,7 @@ class ExchangingParamGroup(RecordingParamGroup):
     def post_backward(self, *unused: Any) -> None:
         self.record()
         self._training_state = TrainingState.POST_BACKWARD
+        self.uses -= 1
         for param in self.fsdp_params:
             param.accumulate_unsharded_grad_if_needed()
         if not self.reduce_grads:
@@ -315,16 +345,22 @@ class ExchangingParamGroup(RecordingParamGroup):
     ) -> None:
         exchange = self.exchange
         ranks = exchange.shard.size if exchange.shard is not None else 1
-        sizes = [_padded_rows(grad.shape, ranks) for grad in grads]
-        numel = sum(size * _row(grad) for size, grad in zip(sizes, grads, strict=True))
+        shard_numels = [-(-grad.shape[0] // ranks) * (grad.numel() // grad.shape[0]) for grad in grads]
+        numel = ranks * sum(shard_numels)
+        own = None
         if exchange.shard is not None:
-            buffer = exchange.shard.allocate(numel, reduce_dtype)
+            # Only what the other ranks read goes through the transport; the sum takes the place of what stays.
+            own = exchange.results.take(numel // ranks, reduce_dtype)
+            buffer = exchange.shard.allocate(numel - numel // ranks, reduce_dtype)
+            targets = list(buffer.chunk(ranks - 1))
+            targets.insert(exchange.shard.rank, own)
         elif exchange.replicate is not None:
             buffer = allocate_padded(exchange.replicate, numel, reduce_dtype)
+            targets = [buffer[:numel]]
         else:
             buffer = torch.empty(numel, dtype=reduce_dtype)
-        torch._chunk_cat(grads, dim=0, num_chunks=ranks, out=buffer[:numel].view(ranks, -1))
-        shard_numels = [size * _row(grad) // ranks for size, grad in zip(sizes, grads, strict=True)]
+            targets = [buffer]
+        cut_among_ranks(grads, targets)
 
         def deliver(result: torch.Tensor) -> None:
             _deliver(params, result, shard_numels)
@@ -336,7 +372,7 @@ class ExchangingParamGroup(RecordingParamGroup):
         # A group with parameters of several dtypes makes several reductions; a few tags are set aside for them.
         tag = self.index * 8 + position
         reduction = GradientReduction(
-            buffer, exchange.shard, exchange.replicate, 2 * tag + 1, self._divide_by(), deliver, exchange.results
+            buffer, own, exchange.shard, exchange.replicate, 2 * tag + 1, self._divide_by(), deliver, exchange.results
         )
         exchange.pending.add(
             reduction, can_poll=all(t.can_poll for t in (exchange.shard, exchange.replicate) if t is not None)
@@ -359,7 +395,7 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
     for group in groups:
         own_gather = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
         group.used, group.fresh, group.reductions = set(), set(), 0
-        group.holding = group.pinned = group.compare_all = False
+        group.holding = group.pinned = group.compare_all = group.exposed = False
         group._full_versions = []
         if exchange is None or own_gather:
             group.__class__ = RecordingParamGroup
@@ -367,7 +403,9 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
             continue
         group.__class__ = ExchangingParamGroup
         group.exchange, group.index = exchange, len(exchange.groups)
-        group._arrival = group._gathered = None
+        group._arrival = group._gathered = group._layout = None
+        group._targets = []
+        group.uses = 0
         exchange.groups.append(group)
         if exchange.keep_unsharded:
             for param in group.fsdp_params:
@@ -386,6 +424,19 @@ def state_of(module: nn.Module) -> FSDPState:
 
 def _keep() -> None:
     return None
+
+
+def _move_into(param: FSDPParam, target: torch.Tensor) -> None:
+    """Makes a shard a part of the full parameter, which stays in memory anyway: one copy less to hold and to make."""
+    local = param.sharded_param._local_tensor  # type: ignore[attr-defined]
+    data = param._sharded_param_data
+    if data.dtype != target.dtype or data.device != target.device or not local.is_contiguous() or not local.numel():
+        return
+    if local.untyped_storage().data_ptr() != data.untyped_storage().data_ptr():
+        return
+    target.copy_(data)
+    local.data = target[: local.numel()].view(local.shape)
+    param._sharded_param_data = target
 
 
 def _has_gradient(param: FSDPParam) -> bool:
@@ -431,7 +482,8 @@ def _deliver(params: Sequence[FSDPParam], result: torch.Tensor, shard_numels: Se
 def _keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
     """Copies what a step has written to a full parameter (a teacher's average, a limit) to this rank's shard.
 
-    Writes through ``.data`` leave no trace; they are found by comparing values.
+    Writes through ``.data`` leave no trace; ``compare`` finds them by comparing values: to a frozen parameter (a teacher's,
+    a codebook) wherever the user's code has run since it was gathered.
     """
     if len(param.all_gather_outputs) != 1 or hasattr(param._sharded_local_tensor, "fsdp_post_all_gather"):
         return
@@ -444,36 +496,7 @@ def _keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
         sharded = isinstance(mesh, FSDPMeshInfo)  # and not replicated, as at stage 0 in mixed precision
         start = mesh.shard_mesh_rank * -(-full.shape[0] // mesh.shard_mesh_size) if sharded else 0
         mine = full.detach()[start : start + shard.shape[0]]
-        if mine.dtype != shard.dtype:
-            # Only elements that were changed: the others have more digits in the master than in the full parameter.
-            changed = mine != shard.to(mine.dtype)
-            if bool(changed.any()):
-                shard.copy_(torch.where(changed, mine.to(shard.dtype), shard))
-        elif written or not torch.equal(mine, shard):
-            shard.copy_(mine)
+        if mine.data_ptr() != shard.data_ptr():  # else it is a part of the full parameter
+            copy_changes(mine, shard)
     if moved:
         full.data = torch.as_strided(own, param._orig_size, param._contiguous_orig_stride, storage_offset=0)
-
-
-def _row(tensor: torch.Tensor) -> int:
-    return tensor[0].numel() if tensor.shape[0] else int(torch.Size(tensor.shape[1:]).numel())
-
-
-def _padded_rows(shape: torch.Size, ranks: int) -> int:
-    return -(-shape[0] // ranks) * ranks
-
-
-def _flat_size(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(_padded_bytes(tensor) for tensor in tensors)
-
-
-def _padded_bytes(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-def _views(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Views of a byte buffer, one for each tensor of ``like``, with its dtype and number of elements."""
-    offset = 0
-    for tensor in like:
-        yield buffer[offset : offset + tensor.numel() * tensor.itemsize].view(tensor.dtype)
-        offset += _padded_bytes(tensor)

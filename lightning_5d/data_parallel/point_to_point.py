@@ -51,9 +51,11 @@ class PointToPoint(Transport):
         """See :meth:`Transport.share`."""
         return self._exchange([buffer] * self.size, buffer, tag)
 
-    def scatter(self, buffer: torch.Tensor, tag: int) -> Arrival:
+    def scatter(self, buffer: torch.Tensor, tag: int, own: torch.Tensor | None = None) -> Arrival:
         """See :meth:`Transport.scatter`."""
-        parts = list(buffer.chunk(self.size))
+        parts = list(buffer.chunk(self.size if own is None else self.size - 1))
+        if own is not None:
+            parts.insert(self.rank, own)
         return self._exchange(parts, parts[self.rank], tag)
 
     def close(self) -> None:

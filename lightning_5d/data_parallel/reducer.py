@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_5d.data_parallel.reduction import AllReduce
+from lightning_5d.data_parallel.reduction import AllReduce, PendingReductions
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport, sum_in_rank_order
 
@@ -71,7 +70,7 @@ class GradientReducer:
             param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             for param in self.params
         ]
-        self._under_way: deque[_Bucket] = deque()
+        self._pending = PendingReductions()
         self.synchronize = True
         self.used: set[int] = set()
         self._number = {param: index for index, param in enumerate(self.params)}
@@ -97,14 +96,6 @@ class GradientReducer:
         if not bucket.missing:
             bucket.wanted = set(range(len(bucket.params)))
             self._start(bucket)
-            self._progress()
-
-    def _progress(self) -> None:
-        # Means are taken in while backward runs: they are still in the processor's cache, and buffers come back early.
-        while self._under_way and self._under_way[0].all_reduce is not None:
-            if not self._under_way[0].all_reduce.advance(block=False):
-                return
-            self._under_way.popleft()
 
     def _start(self, bucket: _Bucket) -> None:
         numel = sum(_local(param).numel() for param in bucket.params)
@@ -122,8 +113,9 @@ class GradientReducer:
         if padded > numel:
             buffer[numel:].zero_()
         bucket.all_reduce = AllReduce(self._transport, buffer, bucket.index, self._transport.size, bucket.deliver)
-        self._under_way.append(bucket)
         self._traffic.add("all_reduce", padded * dtype.itemsize)
+        # Means are taken in while backward runs: they are still in the processor's cache, and buffers come back early.
+        self._pending.add(bucket.all_reduce, self._transport.can_poll)
 
     def finish(self) -> None:
         """Completes the window: every used parameter's ``grad`` is the mean over the ranks when this returns."""
@@ -142,21 +134,15 @@ class GradientReducer:
                 bucket.wanted = {position for position, p in enumerate(bucket.params) if self._number[p] in used}
                 if bucket.wanted:
                     self._start(bucket)
-        self._complete()
+        self._pending.finish()
         for bucket in self._buckets:
             if again[bucket.index] and bucket.wanted:
                 bucket.again = False
                 self._start(bucket)
-        self._complete()
+        self._pending.finish()
         for bucket in self._buckets:
             bucket.reset()
         self.used.clear()
-
-    def _complete(self) -> None:
-        # Phase by phase for all, so that each phase has begun everywhere before anyone waits for it.
-        while self._under_way:
-            waiting = [b for b in self._under_way if b.all_reduce is not None and not b.all_reduce.advance(block=True)]
-            self._under_way = deque(waiting)
 
 
 def _fill_buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:

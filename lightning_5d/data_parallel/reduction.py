@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -35,7 +36,8 @@ class AllReduce:
         divide_by: float,
         deliver: Callable[[Sequence[torch.Tensor], float, torch.Tensor], None],
     ) -> None:
-        self._transport, self._buffer, self._deliver = transport, buffer, deliver
+        self._transport, self._deliver = transport, deliver
+        self._buffer: torch.Tensor | None = buffer
         self._tag, self._divide_by = tag, divide_by
         self._whole = transport.size == 2
         start = transport.share if self._whole else transport.scatter
@@ -44,12 +46,15 @@ class AllReduce:
 
     def advance(self, block: bool) -> bool:
         """Moves forward as far as possible (``block``: to the end of this phase) and says whether it is done."""
+        if self._buffer is None:
+            return True
         if self._arrival is not None:
             if not (block or self._arrival.ready()):
                 return False
             parts = self._arrival.wait()
             if self._whole:
                 self._deliver(parts, self._divide_by, self._buffer)
+                self._buffer = None  # lent until nothing refers to it
             else:
                 mine = self._transport.allocate(parts[0].numel(), parts[0].dtype)
                 sum_in_rank_order(parts, mine, self._divide_by)
@@ -57,14 +62,13 @@ class AllReduce:
             self._arrival.release()
             self._arrival = None
             return self._whole
-        if self._second is None:
-            return True
-        if not (block or self._second.ready()):
-            return False
-        total = torch.cat(list(self._second.wait()))
-        self._deliver([total], 1.0, self._buffer)
-        self._second.release()
-        self._second = None
+        if self._second is not None:
+            if not (block or self._second.ready()):
+                return False
+            total = torch.cat(list(self._second.wait()))
+            self._deliver([total], 1.0, self._buffer)
+            self._second.release()
+            self._buffer = self._second = None
         return True
 
 
@@ -79,13 +83,15 @@ def allocate_padded(transport: Transport, numel: int, dtype: torch.dtype) -> tor
 class GradientReduction:
     """One reduce-scatter over the shard group, then an all-reduce over the replicas, then ``deliver(result)``.
 
-    Either transport may be absent (a group of one rank). Without ``shard`` the buffer comes from ``allocate_padded``. The result is divided by ``divide_by`` and has the buffer's
-    dtype; it is new memory that the receiver may keep.
+    Either transport may be absent (a group of one rank). With ``shard`` the buffer holds what goes to the other ranks, and
+    ``own`` what stays; without it the buffer comes from ``allocate_padded``. The result is divided by ``divide_by`` and has
+    the buffer's dtype; the receiver may keep it. It is ``own``, or memory of ``results``.
     """
 
     def __init__(
         self,
         buffer: torch.Tensor,
+        own: torch.Tensor | None,
         shard: Transport | None,
         replicate: Transport | None,
         tag: int,
@@ -93,7 +99,7 @@ class GradientReduction:
         deliver: Callable[[torch.Tensor], None],
         results: BufferPool,
     ) -> None:
-        self._results = results
+        self._results, self._own = results, own
         self._shard, self._replicate = shard, replicate
         self._tag, self._divide_by, self._deliver = tag, divide_by, deliver
         self._arrival: Arrival | None = None
@@ -101,7 +107,7 @@ class GradientReduction:
         self._result: torch.Tensor | None = None
         self._done = False
         if shard is not None:
-            self._arrival = shard.scatter(buffer, tag)
+            self._arrival = shard.scatter(buffer, tag, own)
         else:
             self._start_all_reduce(buffer)
 
@@ -113,11 +119,14 @@ class GradientReduction:
             parts = self._arrival.wait()
             last = self._replicate is None
             numel, dtype = parts[0].numel(), parts[0].dtype
+            # This rank's own part first, as the sum may take its place; the order is the same in every run.
+            parts = sorted(parts, key=lambda part: part is not self._own)
             if self._replicate is None:
-                out = self._results.take(numel, dtype)
+                out = parts[0] if self._own is not None else self._results.take(numel, dtype)
             else:
                 out = allocate_padded(self._replicate, numel, dtype)
             sum_in_rank_order(parts, out[:numel], self._divide_by if last else 1.0)
+            self._own = None
             self._arrival.release()
             self._arrival = None
             if last:
@@ -147,6 +156,13 @@ class GradientReduction:
             sum_in_rank_order(parts, self._result, divide_by)
 
 
+class Reduction(Protocol):
+    """Something under way that is moved forward from time to time."""
+
+    def advance(self, block: bool) -> bool:
+        """Moves forward by what has arrived (``block``: through the present phase) and says whether it is done."""
+
+
 class PendingReductions:
     """The reductions of one backward, in the order in which they were started.
 
@@ -156,14 +172,14 @@ class PendingReductions:
     """
 
     def __init__(self, in_flight: int = 3, patience_s: float = 0.2) -> None:
-        self._queue: deque[GradientReduction] = deque()
+        self._queue: deque[Reduction] = deque()
         self._in_flight, self._patience_s = in_flight, patience_s
         self._patient = True
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, reduction: GradientReduction, can_poll: bool) -> None:
+    def add(self, reduction: Reduction, can_poll: bool) -> None:
         """Appends a reduction and finishes older ones that have arrived."""
         self._queue.append(reduction)
         if not can_poll:

@@ -22,10 +22,11 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from lightning_5d.data_parallel.buffers import Buffer, in_pages
 from lightning_5d.data_parallel.transport import Arrival, Transport
@@ -34,6 +35,10 @@ _READY, _DONE, _BLOCK = range(3)
 # kind, tag, sequence number within the tag, block number, bytes
 _MESSAGE = struct.Struct("<BxxxIQQQ")
 _HANDSHAKE_S = 20.0
+# Apart from the tags of gathers and reductions.
+_AGREEMENT_TAG = (1 << 20) - 3
+# A block serves exchanges down to this part of its size.
+_ROOMY = 4
 
 _open_transports: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
@@ -79,9 +84,22 @@ class _Peer:
 
 
 class _Reading(Arrival):
-    def __init__(self, transport: SharedMemory, own: torch.Tensor, tag: int, number: int, scattered: bool) -> None:
-        self._transport, self._own, self._tag, self._number = transport, own, tag, number
-        self._scattered = scattered
+    """Exchange ``number`` of ``tag``: this rank has ``sent`` a buffer and reads ``own`` and its share of the others'.
+
+    ``share_of(peer)`` is the place of this rank's share in a buffer of that peer, in shares; None for all of it.
+    """
+
+    def __init__(
+        self,
+        transport: SharedMemory,
+        sent: torch.Tensor,
+        own: torch.Tensor,
+        tag: int,
+        number: int,
+        share_of: Callable[[int], int] | None,
+    ) -> None:
+        self._transport, self._tag, self._number = transport, tag, number
+        self._sent, self._own, self._share_of = sent, own, share_of
         self._missing = list(transport.peers)
         self._parts: list[torch.Tensor | None] = [None] * transport.size
         self._read: list[tuple[_Peer, int]] = []
@@ -91,20 +109,23 @@ class _Reading(Arrival):
         return all((self._tag, self._number) in peer.ready for peer in self._missing)
 
     def wait(self) -> Sequence[torch.Tensor]:
-        own, size, rank = self._own, self._transport.size, self._transport.rank
+        sent, rank = self._sent, self._transport.rank
+        bytes_sent = sent.numel() * sent.itemsize
         while self._missing:
             peer = self._missing[-1]
             number, nbytes = self._transport.await_ready(peer, self._tag, self._number)
             self._missing.pop()
-            if nbytes != own.numel() * own.itemsize:
+            if nbytes != bytes_sent:
                 raise RuntimeError(
-                    f"Rank {peer.rank} sent {nbytes} bytes where rank {rank} expected {own.numel() * own.itemsize}: "
+                    f"Rank {peer.rank} sent {nbytes} bytes where rank {rank} expected {bytes_sent}: "
                     "the ranks of a data group must hold the same parameters."
                 )
-            theirs = peer.blocks[number][:nbytes].view(own.dtype)
-            self._parts[peer.rank] = theirs.chunk(size)[rank] if self._scattered else theirs
+            theirs = peer.blocks[number][:nbytes].view(sent.dtype)
+            if self._share_of is not None:
+                theirs = theirs.narrow(0, self._share_of(peer.rank) * self._own.numel(), self._own.numel())
+            self._parts[peer.rank] = theirs
             self._read.append((peer, number))
-        self._parts[rank] = own.chunk(size)[rank] if self._scattered else own
+        self._parts[rank] = self._own
         return [part for part in self._parts if part is not None]
 
     def release(self) -> None:
@@ -131,7 +152,6 @@ class SharedMemory(Transport):
             self._by_fd[peer.connection.fileno()] = peer
             self._poll.register(peer.connection, select.POLLIN)
         self._blocks: list[_Block] = []
-        self._by_size: dict[int, list[_Block]] = {}
         self._by_address: dict[int, _Block] = {}
         self._sequence: dict[int, int] = {}
         _open_transports.add(self)
@@ -164,31 +184,46 @@ class SharedMemory(Transport):
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See :meth:`Transport.allocate`. The memory is reused once this rank and its peers are done with it."""
         size = in_pages(numel * dtype.itemsize)
-        candidates = self._by_size.setdefault(size, [])
-        block = next((block for block in candidates if block.free), None)
+        block = self._find_free(size)
         if block is None:
             self.receive(0.0)  # a DONE may be waiting
-            block = next((block for block in candidates if block.free), None)
+            block = self._find_free(size)
         if block is None:
             block = self._new_block(size)
-            candidates.append(block)
         whole = block.lend()
         self._by_address[whole.data_ptr()] = block
         return whole[: numel * dtype.itemsize].view(dtype)
 
+    def _find_free(self, size: int) -> _Block | None:
+        # The smallest that is large enough, so that exchanges of different sizes use the same memory in turn.
+        fitting = (block for block in self._blocks if size <= block.nbytes <= _ROOMY * size and block.free)
+        return min(fitting, key=lambda block: block.nbytes, default=None)
+
     def share(self, buffer: torch.Tensor, tag: int) -> Arrival:
         """See :meth:`Transport.share`."""
-        return self._publish(buffer, tag, scattered=False)
+        buffer, number = self._publish(buffer, tag)
+        return _Reading(self, buffer, buffer, tag, number, None)
 
-    def scatter(self, buffer: torch.Tensor, tag: int) -> Arrival:
+    def scatter(self, buffer: torch.Tensor, tag: int, own: torch.Tensor | None = None) -> Arrival:
         """See :meth:`Transport.scatter`."""
-        return self._publish(buffer, tag, scattered=True)
+        buffer, number = self._publish(buffer, tag)
+        rank = self.rank
+        if own is None:
+            return _Reading(self, buffer, buffer.chunk(self.size)[rank], tag, number, lambda peer: rank)
+        return _Reading(self, buffer, own, tag, number, lambda peer: rank - (rank > peer))
+
+    @override
+    def agree(self, flags: torch.Tensor) -> None:
+        """See :meth:`Transport.agree`."""
+        arrival = self.share(self.allocate(flags.numel(), flags.dtype).copy_(flags), _AGREEMENT_TAG)
+        for part in arrival.wait():
+            torch.maximum(flags, part, out=flags)
+        arrival.release()
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
         self.drop_sockets()
         self._blocks.clear()
-        self._by_size.clear()
         self._by_address.clear()
 
     def drop_sockets(self) -> None:
@@ -198,19 +233,20 @@ class SharedMemory(Transport):
             peer.gone = True
             peer.connection.close()
 
-    def _publish(self, buffer: torch.Tensor, tag: int, scattered: bool) -> Arrival:
+    def _publish(self, buffer: torch.Tensor, tag: int) -> tuple[torch.Tensor, int]:
+        """Tells every peer that ``buffer`` is there; returns what was sent, and its number within the tag."""
         block = self._by_address.get(buffer.data_ptr())
         if block is None or block.readers:
             copy = self.allocate(buffer.numel(), buffer.dtype)
             copy.copy_(buffer)
-            return self._publish(copy, tag, scattered)
+            return self._publish(copy, tag)
         number = self._sequence.get(tag, 0)
         self._sequence[tag] = number + 1
         block.readers = len(self.peers)
         message = _MESSAGE.pack(_READY, tag, number, block.number, buffer.numel() * buffer.itemsize)
         for peer in self.peers:
             self.send(peer, message)
-        return _Reading(self, buffer, tag, number, scattered)
+        return buffer, number
 
     def _new_block(self, size: int) -> _Block:
         try:

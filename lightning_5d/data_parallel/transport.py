@@ -52,8 +52,11 @@ class Transport(ABC):
         """Starts giving the whole ``buffer`` (made by :meth:`allocate`) to every rank: the heart of an all-gather."""
 
     @abstractmethod
-    def scatter(self, buffer: torch.Tensor, tag: int) -> Arrival:
-        """Starts giving part p of ``buffer`` (its p-th of ``size`` equal parts) to rank p: the heart of a reduce-scatter."""
+    def scatter(self, buffer: torch.Tensor, tag: int, own: torch.Tensor | None = None) -> Arrival:
+        """Starts giving part p of ``buffer`` (its p-th of ``size`` equal parts) to rank p: the heart of a reduce-scatter.
+
+        With ``own``, this rank's part, which nobody else reads, ``buffer`` holds only those of the others in rank order.
+        """
 
     def agree(self, flags: torch.Tensor) -> None:
         """Replaces a small integer tensor by its elementwise maximum over the group."""

@@ -1,7 +1,7 @@
 """Environment variables that hold for a run, and are gone after it."""
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 
 LAUNCH_VARIABLES = (
@@ -19,9 +19,15 @@ LAUNCH_VARIABLES = (
 @contextmanager
 def variables(values: Mapping[str, str]) -> Generator[None, None, None]:
     """Sets `values`, and puts every launch variable back to what it was."""
-    names = {*LAUNCH_VARIABLES, *values}
+    with kept({*LAUNCH_VARIABLES, *values}):
+        os.environ.update(values)
+        yield
+
+
+@contextmanager
+def kept(names: Iterable[str]) -> Generator[None, None, None]:
+    """Puts the variables `names` back to what they were, whatever is written to them meanwhile."""
     before = {name: os.environ.get(name) for name in names}
-    os.environ.update(values)
     try:
         yield
     finally:

@@ -27,11 +27,13 @@ class Failure:
         rank: Global rank it happened on.
         what: One line, to be read after "rank 3 ".
         traceback: Text of the rank's traceback; empty when there is none, as for a killed process.
+        table: More lines, for the one place where the failure is shown in full.
     """
 
     rank: int
     what: str
     traceback: str = ""
+    table: str = ""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "Failure":
@@ -55,6 +57,8 @@ class Failure:
     def describe(self, world_size: int, with_traceback: bool = True) -> str:
         """The failure for a person who reads the output of one rank."""
         line = f"rank {self.rank} of {world_size} failed first: it {self.what}"
+        if with_traceback and self.table:
+            line = f"{line}\n{self.table}"
         if not with_traceback or not self.traceback:
             return line
         return f"{line}\n\n--- traceback of rank {self.rank}\n{self.traceback.rstrip()}\n--- end of rank {self.rank}'s traceback"

@@ -40,6 +40,7 @@ from lightning_5d.launch.processes import describe_exit, die_with, leave
 from lightning_5d.launch.rendezvous import PrefixStore, Rendezvous, Store, listen
 from lightning_5d.launch.signals import take_over_sigterm
 from lightning_5d.launch.supervisor import GRACE_SECONDS, LAST_WORDS_SECONDS
+from lightning_5d.launch.waiting import progress_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -229,7 +230,9 @@ class InProcessLauncher(_MultiProcessingLauncher):
             return output if trainer is None else self._collect_rank_zero_results(trainer, output)
 
         try:
-            output = self._job.run(work, lambda: trainer is not None and trainer.received_sigterm)
+            output = self._job.run(
+                work, lambda: trainer is not None and trainer.received_sigterm, lambda: progress_of(trainer)
+            )
             if results is not None:
                 results.send_bytes(_to_bytes(move_data_to_device(output, "cpu")))
                 results.close()

@@ -48,12 +48,15 @@ class Job:
     _generation: PrefixStore | None = None
     _made_group: bool = False
 
-    def run(self, function: Callable[[], T], noticed: Callable[[], bool]) -> T:
+    def run(
+        self, function: Callable[[], T], noticed: Callable[[], bool], progress: Callable[[], str] = lambda: ""
+    ) -> T:
         """Call `function` under supervision; all ranks call this together.
 
         Args:
             function: What this rank does.
             noticed: Whether the main thread has handled SIGTERM.
+            progress: Says how far `function` has come.
         """
         rank, world_size = self.rendezvous.rank, self.rendezvous.world_size
         with variables(self.values):
@@ -62,7 +65,7 @@ class Job:
                 return function()
             self._generation = self.rendezvous.next_generation()
             self.supervisor = Supervisor()
-            self.supervisor.start(rank, world_size, self._generation, second_connection(self._generation))
+            self.supervisor.start(rank, world_size, self._generation, second_connection(self._generation), progress)
             watch = threading.Thread(target=self._watch_children, name="rank-watch", daemon=True)
             watch.start()
             try:

@@ -14,11 +14,13 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from typing_extensions import override
 
 from lightning_5d.launch import job as jobs
+from lightning_5d.launch.environment import kept
 from lightning_5d.launch.job import PARENT_VARIABLE, Job
 from lightning_5d.launch.processes import die_with
 from lightning_5d.launch.rendezvous import Rendezvous, default_store, listen
 from lightning_5d.launch.signals import take_over_sigterm
 from lightning_5d.launch.slurm import check_tasks
+from lightning_5d.launch.waiting import progress_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -54,23 +56,18 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         check_tasks(environment, self.num_processes, self.num_nodes)
         if trainer is not None:
             take_over_sigterm(trainer)
-        before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
-        try:
-            self._job = self._find_or_start()
-        finally:
+        with kept(("MASTER_ADDR", "MASTER_PORT")):
             # Some environments write these when they are asked for them; the job keeps them for the run.
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            self._job = self._find_or_start()
         self.procs = list(self._job.children.values())
 
         def run() -> Any:
             _set_num_threads_if_needed(num_processes=self.num_processes)
             return function(*args, **kwargs)
 
-        return self._job.run(run, lambda: trainer is not None and trainer.received_sigterm)
+        return self._job.run(
+            run, lambda: trainer is not None and trainer.received_sigterm, lambda: progress_of(trainer)
+        )
 
     def connect(self, backend: str, **options: Any) -> None:
         """Makes the default process group; called by the strategy inside `launch`.

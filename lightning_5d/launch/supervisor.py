@@ -14,6 +14,7 @@ from lightning_5d.launch.failure import Failure, RankFailure, is_lost_peer
 from lightning_5d.launch.processes import leave
 from lightning_5d.launch.pulse import SILENCE_SECONDS, Pulse
 from lightning_5d.launch.rendezvous import Store
+from lightning_5d.launch.waiting import Waiting
 
 _POLL_SECONDS = 0.5
 LOST_PEER_SECONDS = 3.0
@@ -47,6 +48,7 @@ class Supervisor:
         self._deadline: float | None = None
         self._first: Failure | None = None
         self._pulse: Pulse | None = None
+        self._waiting: Waiting | None = None
 
     @property
     def failure(self) -> Failure | None:
@@ -58,17 +60,21 @@ class Supervisor:
         """Whether the watch has ended."""
         return self._stopped.is_set()
 
-    def start(self, rank: int, world_size: int, store: Store, watched: Store) -> None:
-        """Begin to watch.
+    def start(
+        self, rank: int, world_size: int, store: Store, watched: Store, progress: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Begin to watch, among other things the calling thread.
 
         Args:
             rank: Of this process.
             world_size: Number of ranks.
             store: For calls from the main thread; keys of earlier runs must not be visible in it.
             watched: The same keys through another connection, for the thread.
+            progress: Says how far this rank has come.
         """
         self._rank, self._world_size, self._store = rank, world_size, store
         self._pulse = Pulse(rank, world_size)
+        self._waiting = Waiting(rank, world_size, progress)
         self._thread = threading.Thread(target=self._watch, args=(watched,), name="supervisor", daemon=True)
         self._thread.start()
 
@@ -158,6 +164,10 @@ class Supervisor:
                     silent, f"has given no sign of life for {SILENCE_SECONDS:.0f} s: killed, or its machine is gone"
                 )
                 self._first = Failure.from_json(store.compare_set("failure", "", gone.to_json()))
+                return
+            stuck = self._waiting.look(store) if self._waiting is not None else None
+            if stuck is not None:
+                self._first = Failure.from_json(store.compare_set("failure", "", stuck.to_json()))
         except RuntimeError as error:
             if not self._stopped.is_set():
                 self._first = Failure(0, f"cannot be reached any more ({error})")
@@ -166,11 +176,16 @@ class Supervisor:
         if self._stopped.is_set() or self._first is None:
             return
         first = self._first
-        if self._rank != 0:
+        shown_here = False
+        with contextlib.suppress(Exception):
+            shown_here = bool(first.table) and store.check(["done/0"])
+        if self._rank != 0 and shown_here:
+            print(first.describe(self._world_size), file=sys.stderr, flush=True)
+        elif self._rank != 0:
             print(
                 f"[rank {self._rank}] stopped: {first.describe(self._world_size, False)}", file=sys.stderr, flush=True
             )
-        elif first.rank != 0:
+        elif first.rank != 0 or first.table:
             print(first.describe(self._world_size), file=sys.stderr, flush=True)
             # Through the thread's own connection: the main thread may sit in a wait on the other.
             self._told(store)

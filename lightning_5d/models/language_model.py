@@ -28,6 +28,9 @@ class OptimizerConfig:
         weight_decay: Applied to matrices, not to the vectors of the norms.
         warmup_steps: Optimizer steps over which the rate grows linearly from near 0.
         min_lr_ratio: The share of `lr` that the cosine ends at.
+
+    Raises:
+        ValueError: With every value that is not what it has to be.
     """
 
     lr: float = 3e-3
@@ -35,6 +38,19 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     warmup_steps: int = 20
     min_lr_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, default in (("lr", 3e-3), ("weight_decay", 0.1), ("warmup_steps", 20), ("min_lr_ratio", 0.1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                problems.append(f"optimizer {name} is {value!r}; it must be a number of at least 0, such as {default}.")
+        if len(self.betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
+            problems.append(
+                f"optimizer betas is {self.betas!r}; it must be two numbers from 0 to below 1, as [0.9, 0.95]."
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
 
 
 class LanguageModel(L.LightningModule):

@@ -37,6 +37,14 @@ def test_train_help_lists_groups_and_choices(fived):
     assert "data=text data.path=FILE_OR_FOLDER" in output
 
 
+def test_verify_has_a_help_of_its_own(fived):
+    status, output = fived("verify", "--help")
+    assert status == 0
+    assert "with the same run in one process" in output
+    assert "fived verify strategy=zero3" in output
+    assert "fived train [KEY" not in output
+
+
 def test_cfg_job_shows_the_run_and_starts_nothing(fived, tmp_path):
     status, output = fived("train", "--cfg", "job", "optimizer.lr=0.5")
     assert status == 0
@@ -80,7 +88,7 @@ def test_all_problems_of_a_run_come_in_one_error_before_any_process_starts(fived
     (tmp_path / "latin.txt").write_bytes(b"na\xefve")
     status, output = fived(
         "train", "data=text", "data.path=latin.txt", "data.val_fraction=3", "data.batch_size=0",
-        "strategy=hybrid", "trainer.devices=3", "model.decoder.num_heads=7",
+        "strategy=hybrid", "trainer.devices=3", "model.decoder.num_heads=7", "ckpt_path=gone.ckpt",
     )  # fmt: skip
     assert status == 1
     for part in (
@@ -90,11 +98,21 @@ def test_all_problems_of_a_run_come_in_one_error_before_any_process_starts(fived
         "3 ranks cannot be divided by dp_replicate=2",
         "hidden_size 192 does not give 7 heads",
         "num_kv_heads 2 does not divide num_heads 7",
+        "ckpt_path is 'gone.ckpt', which does not exist",
     ):
         assert part in output
     assert "Traceback" not in output
     assert "\\n" not in output
     assert "Initializing distributed" not in output
+
+
+def test_a_word_for_a_number_is_one_short_error(fived):
+    status, output = fived("train", "optimizer.lr=abc", "optimizer.warmup_steps=-1")
+    assert status == 1
+    assert "optimizer lr is 'abc'; it must be a number of at least 0, such as 0.003." in output
+    assert "optimizer warmup_steps is -1" in output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) < 15
 
 
 def test_data_too_small_for_the_ranks_is_refused_before_any_process_starts(fived, tmp_path):

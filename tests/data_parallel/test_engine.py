@@ -178,7 +178,7 @@ def _idle_rank(rank: int, stage: int) -> dict[str, torch.Tensor | None]:
     return gradients
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@STAGES
 def test_a_rank_without_backward_counts_as_zero(ranks, stage):
     module = make("Net")
     (module.loss(inputs(0, 0, 0), 0) / 2).backward()

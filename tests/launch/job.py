@@ -23,6 +23,9 @@ def strike(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
         os._exit(0)
+    if how == "nap":
+        time.sleep(30)
+        return
     time.sleep(600)
 
 
@@ -42,6 +45,9 @@ class Module(BoringModel):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.options = options
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Linear(32, 32) for _ in range(2 if options.where == "forward" else 0)
+        )
 
     def _reach(self, place: str) -> None:
         if self.options.where == place and self.trainer.global_rank == self.options.rank:
@@ -58,8 +64,19 @@ class Module(BoringModel):
         print("TRAINING", os.getpid(), flush=True)
         self._reach("hook")
 
+    def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> int | None:
+        alone = self.options.where == "loop" and self.trainer.global_rank == self.options.rank
+        return -1 if alone and batch_idx == 2 else None
+
+    def extra_forward(self, batch: torch.Tensor) -> None:
+        if self.options.where == "forward" and self.trainer.global_rank == self.options.rank:
+            with torch.no_grad():
+                for _ in range(3):  # ranks may differ in whether they use a block, not in how often
+                    self.blocks[0](batch)
+
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         if batch_idx == 2:
+            self.extra_forward(batch)
             self._reach("training_step")
         time.sleep(self.options.pause)
         return super().training_step(batch, batch_idx)
@@ -79,7 +96,7 @@ def trainer(options: argparse.Namespace) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
         devices=options.devices,
-        strategy=FiveD(ZeRO(stage=1), start_method=options.method),
+        strategy=FiveD(ZeRO(stage=options.stage), start_method=options.method),
         max_steps=options.steps,
         limit_val_batches=2,
         val_check_interval=3,
@@ -97,6 +114,7 @@ def main() -> None:
     parser.add_argument("--how", default="raise")
     parser.add_argument("--method", default="popen")
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.0)

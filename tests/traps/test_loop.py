@@ -47,11 +47,6 @@ def _disagreeing(rank: int, stage: int, ranks: int, how: str) -> tuple[dict[str,
     return plain(trainer.callback_metrics), time.monotonic() - started
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Lightning reduces each logged value by itself, in the order of the calls: log records have to be exchanged by"
-    " name at the end of a step (comes with the pipeline's replay of records)",
-)
 @pytest.mark.parametrize(
     ("how", "world", "stage"),
     [("other order", 2, 0), ("other order", 3, 3), ("last rank only", 2, 1), ("one more", 2, 3)],
