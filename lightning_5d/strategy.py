@@ -262,6 +262,12 @@ class FiveD(ParallelSteps):
     # Setup of the module
 
     @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        for optimizer in self.optimizers:
+            self.precision_plugin.settle_states(optimizer)
+
+    @override
     def model_to_device(self) -> None:
         if self.model is not None:
             device = self.root_device

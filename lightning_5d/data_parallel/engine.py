@@ -27,6 +27,7 @@ from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
 from lightning_5d.data_parallel.transports import open_transport
+from lightning_5d.module_casting import keeps_full_precision
 
 # So many groups are on their way while one is copied: ranks hardly wait for each other, and hold little twice.
 _GATHERED_AHEAD = 3
@@ -431,12 +432,14 @@ def shard(
     options = options or ShardOptions()
     if mesh.ndim not in (1, 2):
         raise ValueError(f"The data mesh has {mesh.ndim} axes; give one (shard) or two (replicate, shard).")
-    cuts = cut(module, blocks)
+    mixed = options.mp_policy is not None and options.mp_policy.param_dtype is not None
+    # Apart, as the parameters of one group are reduced together, and on GPUs only if their gradients have one dtype.
+    whole = [part for part in module.modules() if mixed and part is not module and keeps_full_precision(part)]
+    cuts = cut(module, [*blocks, *whole])
     axes = _axes(mesh)
     if options.synchronize and axes:
         for axis in axes:
             broadcast_from_first(module, axis.get_group())
-    mixed = options.mp_policy is not None and options.mp_policy.param_dtype is not None
     if not axes and not mixed and options.offload == "none":
         return Engine(module, options)
     gloo = mesh.device_type == "cpu"
@@ -467,7 +470,8 @@ def _shard_with_fsdp2(
         if not param.is_contiguous():  # channels_last, for one: FSDP2 refuses it; values stay the same
             param.data = param.data.contiguous()
     for block in cuts.modules:
-        apply(block, **settings, ignored_params=cuts.left_to_root | set(scalars))
+        policy = MixedPrecisionPolicy() if keeps_full_precision(block) else settings["mp_policy"]
+        apply(block, **{**settings, "mp_policy": policy}, ignored_params=cuts.left_to_root | set(scalars))
     if options.stage != 0:
         settings["reshard_after_forward"] = False
     apply(module, **settings, ignored_params=set(scalars))

@@ -251,10 +251,10 @@ def _counted(rank: int, many: bool) -> tuple[int, dict[str, float]]:
 
 def test_a_step_has_two_small_messages_however_many_keys_fit(ranks: RankPool) -> None:
     few, _ = one_and_same(ranks(2, _counted, False, **TRAINER))
-    # Of each of the 20 steps: one message after the step, one at the batch's end, and the agreement of the gradients.
-    assert few == 20 * 3
+    # Of each of the 20 steps: one message after the step and one at the batch's end. (Gradients go through shared memory.)
+    assert few == 20 * 2
     many, metrics = one_and_same(ranks(2, _counted, True, **TRAINER))
-    assert many <= 20 * 5
+    assert many <= 20 * 4
     assert [metrics[f"key_{number}"] for number in range(100)] == [float(number) for number in range(100)]
 
 
