@@ -319,6 +319,7 @@ class ExchangingParamGroup(RecordingParamGroup):
             self.record()
             self.reduce([None] * len(self.fsdp_params))
         self.reductions = 0
+        self.forget_uses()
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Starts reducing one gradient for each parameter (None: not used here, counts as zero)."""
