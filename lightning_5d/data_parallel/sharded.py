@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -67,6 +68,8 @@ class ShardedData(Parallelized):
             self._in_step = False
             self._hold(False)
             self._take_gradients(hide=True)
+        if torch.is_grad_enabled() and not getattr(self._module, "automatic_optimization", True):
+            self._reshard()  # no backward comes after the step, and hooks see masters as they do under automatic optimization
         return output
 
     # [Note: backward inside the step]
