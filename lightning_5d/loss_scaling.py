@@ -88,6 +88,9 @@ class LossScaler:
         # Parameters whose gradient has been divided by the scale already. Backward may add to such a gradient (it was kept
         # over a step), and the scale may change while others wait for their optimizer's step (several optimizers).
         self._unscaled: dict[int, Tensor] = {}
+        self._overflowed: set[int] = (
+            set()
+        )  # those of them that were not finite then, whatever clipping has made of them
 
     @property
     def at_floor(self) -> bool:
@@ -105,6 +108,7 @@ class LossScaler:
         if kept:  # backward adds scaled gradients to them
             scale_gradients(kept, self.scale)
         self._unscaled.clear()
+        self._overflowed.clear()
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         return wide * self.scale
 
@@ -126,8 +130,10 @@ class LossScaler:
         scaled = [parameter for parameter in with_gradient if id(parameter) not in self._unscaled]
         already = [parameter for parameter in with_gradient if id(parameter) in self._unscaled]
         self._unscaled.update({id(parameter): parameter for parameter in scaled})
-        bad = _multiply_and_check(local_gradients(scaled), 1.0 / self.scale)
-        return not (_multiply_and_check(local_gradients(already), 1.0) or bad)
+        if _multiply_and_check(local_gradients(scaled), 1.0 / self.scale):
+            self._overflowed.update(map(id, scaled))
+        overflow = any(id(parameter) in self._overflowed for parameter in with_gradient)
+        return not (_multiply_and_check(local_gradients(already), 1.0) or overflow)
 
     def update(self, overflow: bool, waiting: Sequence[Tensor] = ()) -> None:
         """Lets the scale shrink after an overflow, or count a good step and perhaps grow.
@@ -167,6 +173,7 @@ class LossScaler:
         self.growth_tracker = int(state["growth_tracker"])
         self.hysteresis_left = int(state.get("hysteresis_left", self.settings.hysteresis))
         self._unscaled.clear()
+        self._overflowed.clear()
 
 
 def _multiply_and_check(gradients: Sequence[Tensor], factor: float) -> bool:

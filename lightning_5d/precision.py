@@ -231,8 +231,12 @@ class FiveDPrecision(Precision):
         except _StepLeftOutError as left_out:
             return left_out.result
         finally:
-            if self.optimizer_state_dtype is not None:
-                narrow_states(optimizer, self.optimizer_state_dtype)
+            self.settle_states(optimizer)
+
+    def settle_states(self, optimizer: Any) -> None:
+        """Brings an optimizer's states to the dtype they rest in, if that is another than their parameters'."""
+        if self.optimizer_state_dtype is not None:
+            narrow_states(optimizer, self.optimizer_state_dtype)
 
     @override
     def _wrap_closure(self, model: pl.LightningModule, optimizer: Steppable, closure: Callable[[], Any]) -> Any:

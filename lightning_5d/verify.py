@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -27,9 +28,17 @@ from typing_extensions import override
 from lightning_5d.checkpoint.full_state import gather
 from lightning_5d.loss import weight_of
 from lightning_5d.mesh import DATA_AXES, resolve_sizes
+from lightning_5d.precision import FiveDPrecision
 from lightning_5d.strategy import FiveD
 
-TOLERANCES = {"32-true": 1e-5, "64-true": 1e-10, "bf16-mixed": 2e-2, "bf16-true": 3e-2}
+TOLERANCES = {
+    "32-true": 1e-5,
+    "64-true": 1e-10,
+    "bf16-mixed": 5e-2,
+    "16-mixed": 1e-2,
+    "bf16-true": 3e-2,
+    "16-true": 1e-2,
+}
 """Largest relative difference that counts as equal, by precision string."""
 
 _NOISE = 1e-5
@@ -122,6 +131,14 @@ class Recording:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
+    def overflows(self) -> set[int]:
+        """Steps with a gradient that is not finite."""
+        return {
+            step
+            for step, gradients in enumerate(self.gradients)
+            if not all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        }
+
 
 def verify(
     module: pl.LightningModule,
@@ -130,7 +147,7 @@ def verify(
     *,
     devices: int = 2,
     accumulate_grad_batches: int = 1,
-    precision: str = "32-true",
+    precision: str | FiveDPrecision = "32-true",
     gradient_clip_val: float | None = None,
     accelerator: str = "cpu",
     tolerance: float | None = None,
@@ -148,7 +165,8 @@ def verify(
         strategy: What to verify; a function that makes it where the object cannot be shared.
         devices: Number of ranks.
         accumulate_grad_batches: Microbatches per rank and optimizer step.
-        precision: Lightning's precision string; the reference runs in it too.
+        precision: Lightning's precision string, or the plugin for options. The reference runs in the same precision: mixed ones
+            by Lightning's autocast, with a gradient scaler of the same settings.
         gradient_clip_val: Bound of the gradient norm, if any.
         accelerator: Lightning's accelerator name.
         tolerance: Largest relative difference that passes; by dtype if ``None`` (`TOLERANCES`).
@@ -175,14 +193,26 @@ def verify(
             "verify needs automatic optimization: a manual step decides itself what a step is."
         )
     batches = batches[: steps * per_step]
-    common = {"accelerator": accelerator, "gradient_clip_val": gradient_clip_val, "precision": precision}
+    plugin = FiveDPrecision(precision) if isinstance(precision, str) else precision
+    common: dict[str, Any] = {"accelerator": accelerator, "gradient_clip_val": gradient_clip_val}
     with tempfile.TemporaryDirectory() as folder:
-        expected = _run_reference(copy.deepcopy(module), batches, per_step, common)
+        expected = _run_reference(copy.deepcopy(module), batches, per_step, common, plugin)
+        common["plugins"] = plugin
         found = _run_strategy(
             copy.deepcopy(module), batches, made, devices, accumulate_grad_batches, common, Path(folder)
         )
-    limit = TOLERANCES.get(precision, 1e-5) if tolerance is None else tolerance
+    limit = TOLERANCES.get(str(plugin.precision), 1e-5) if tolerance is None else tolerance
     notes = []
+    overflowed = expected.overflows() & found.overflows()
+    if overflowed:
+        listed = ", ".join(map(str, sorted(overflowed)))
+        notes.append(f"gradients of step {listed} overflowed on both sides, which skipped it: they are not compared")
+        if len(overflowed) == steps:
+            raise MisconfigurationException(
+                f"All {steps} steps overflowed, so there is nothing to compare. Give a smaller scale than"
+                f" {plugin.scaler.settings.init_scale if plugin.scaler else 1.0:g}, as in FiveDPrecision(..., loss_scaling="
+                "LossScaling(init_scale=1024.0))."
+            )
     noise = noise_parameters(expected)
     if noise:
         listed = ", ".join(sorted(noise)[:5]) + (", …" if len(noise) > 5 else "")
@@ -204,6 +234,7 @@ def compare(expected: Recording, found: Recording, tolerance: float) -> Iterator
         found: The run under the strategy.
         tolerance: Largest relative difference that passes.
     """
+    skipped = expected.overflows() & found.overflows()
     for quantity, one, other in (
         ("loss", expected.losses, found.losses),
         ("gradient norm", expected.norms, found.norms),
@@ -211,12 +242,14 @@ def compare(expected: Recording, found: Recording, tolerance: float) -> Iterator
         rows = [
             Row(quantity, f"step {i}", a, _relative(torch.tensor(a), torch.tensor(b)), tolerance)
             for i, (a, b) in enumerate(zip(one, other, strict=True))
+            if quantity == "loss" or i not in skipped
         ]
         yield _worst(rows)
     yield _worst(
         [
             row
             for i, (one, other) in enumerate(zip(expected.gradients, found.gradients, strict=True))
+            if i not in skipped
             for row in _tensor_rows("gradient", one, other, tolerance, f" (step {i})")
         ]
     )
@@ -395,15 +428,38 @@ def _trainer(common: Mapping[str, Any], **arguments: Any) -> pl.Trainer:
 
 
 def _run_reference(
-    module: pl.LightningModule, batches: Sequence[Any], per_step: int, common: Mapping[str, Any]
+    module: pl.LightningModule,
+    batches: Sequence[Any],
+    per_step: int,
+    common: Mapping[str, Any],
+    plugin: FiveDPrecision,
 ) -> Recording:
     steps = [list(batches[i : i + per_step]) for i in range(0, len(batches), per_step)]
     recorder = _Recorder()
     found = torch.accelerator.current_accelerator() if common["accelerator"] != "cpu" else None
     device = torch.device("cpu") if found is None else torch.device(found.type, 0)
-    trainer = _trainer(common, strategy=_OneBigBatch(device), devices=1, callbacks=[recorder])
+    precision = _lightnings_own(plugin, device)
+    trainer = _trainer(common, strategy=_OneBigBatch(device), devices=1, callbacks=[recorder], **precision)
     trainer.fit(module, DataLoader(_Listed(steps), batch_size=None))
     return recorder.recording
+
+
+def _lightnings_own(plugin: FiveDPrecision, device: torch.device) -> dict[str, Any]:
+    """Trainer arguments for the same precision without `FiveD`."""
+    if plugin.compute_dtype is None:
+        return {"precision": plugin.precision}
+    scaler = None
+    if plugin.precision == "16-mixed":
+        settings = plugin.scaler.settings if plugin.scaler is not None else None
+        scaler = torch.amp.GradScaler(
+            device.type,
+            init_scale=settings.init_scale if settings else 1.0,
+            growth_factor=settings.growth_factor if settings else 2.0,
+            backoff_factor=settings.backoff_factor if settings else 0.5,
+            growth_interval=settings.growth_interval if settings else 2**31 - 1,
+        )
+    # Handed over itself: of the string, Lightning makes bf16 on CPU.
+    return {"plugins": MixedPrecision(plugin.precision, device.type, scaler)}  # type: ignore[arg-type]
 
 
 def _run_strategy(

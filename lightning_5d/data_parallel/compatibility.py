@@ -28,14 +28,18 @@ def sharded_optimizer_problems(optimizers: Iterable[Optimizer], stage: int) -> l
     for optimizer in optimizers:
         name = type(optimizer).__name__
         reason = next((_WHOLE_TENSOR[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in _WHOLE_TENSOR), None)
-        if reason is not None:
+        if reason is not None and stage > 0:
             what = f"{name} {reason}, and ZeRO stage {stage} spreads them over the data ranks."
             problems.append(Problem(what, "Use ZeRO(stage=0), or another optimizer."))
         elif any(group.get("fused") for group in optimizer.param_groups) and not isinstance(
             optimizer, _FUSED_ON_SHARDS
         ):
-            what = f"{name}(fused=True) has no kernel for sharded tensors, which ZeRO stage {stage} makes."
-            problems.append(Problem(what, "Leave fused out, or use ZeRO(stage=0); Adam and AdamW may be fused."))
+            made = f"sharded tensors, which ZeRO stage {stage} makes"
+            if stage == 0:
+                made = "distributed tensors, which mixed precision makes of weights at any stage"
+            what = f"{name}(fused=True) has no kernel for {made}."
+            instead = "Leave fused out, or use ZeRO(stage=0)" if stage else "Leave fused out"
+            problems.append(Problem(what, f"{instead}; Adam and AdamW may be fused."))
     return problems
 
 

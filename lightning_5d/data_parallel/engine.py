@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_5d.data_parallel import account
 from lightning_5d.data_parallel.agreement import Agreement
 from lightning_5d.data_parallel.blocks import Blocks, cut
 from lightning_5d.data_parallel.exchange import Exchange
@@ -26,6 +27,7 @@ from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
 from lightning_5d.data_parallel.transports import open_transport
+from lightning_5d.module_casting import keeps_full_precision
 
 # So many groups are on their way while one is copied: ranks hardly wait for each other, and hold little twice.
 _GATHERED_AHEAD = 3
@@ -85,6 +87,10 @@ class Engine:
         """Around a loop that does not change parameters: stages 1 and 2, which hold all of them, gather them once."""
         yield
 
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """See :meth:`lightning_5d.parallelism.Parallelized.memory`."""
+        return ()
+
     def close(self) -> None:
         """Gives back hooks, connections and shared memory. The module keeps its (sharded) parameters."""
 
@@ -112,6 +118,10 @@ class ReplicatedEngine(Engine):
             self._reducer.finish()
 
     @override
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return account.of_transport(self._transport)
+
+    @override
     def close(self) -> None:
         if self._reducer is not None:
             self._reducer.close()
@@ -137,7 +147,7 @@ class ShardedEngine(Engine):
             self.traffic = exchange.traffic
         transports = [] if exchange is None else [t for t in (exchange.shard, exchange.replicate) if t is not None]
         self._root = states[0]
-        self._agreement = Agreement(transports, [mesh.get_group() for mesh in meshes], self._root._device)
+        self._agreement = Agreement(transports, [mesh.get_group() for mesh in meshes])
         self.groups: list[RecordingParamGroup] = [group for state in states for group in adopt(state, exchange)]
         self._last = self._complete = True
         self._depth = 0
@@ -218,6 +228,13 @@ class ShardedEngine(Engine):
             yield
         finally:
             exchange.reuse = False
+
+    @override
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        for group in self.groups:
+            yield from account.of_group(group)
+        if self._exchange is not None:
+            yield from account.of_exchange(self._exchange)
 
     @override
     def close(self) -> None:
@@ -415,12 +432,14 @@ def shard(
     options = options or ShardOptions()
     if mesh.ndim not in (1, 2):
         raise ValueError(f"The data mesh has {mesh.ndim} axes; give one (shard) or two (replicate, shard).")
-    cuts = cut(module, blocks)
+    mixed = options.mp_policy is not None and options.mp_policy.param_dtype is not None
+    # Apart, as the parameters of one group are reduced together, and on GPUs only if their gradients have one dtype.
+    whole = [part for part in module.modules() if mixed and part is not module and keeps_full_precision(part)]
+    cuts = cut(module, [*blocks, *whole])
     axes = _axes(mesh)
     if options.synchronize and axes:
         for axis in axes:
             broadcast_from_first(module, axis.get_group())
-    mixed = options.mp_policy is not None and options.mp_policy.param_dtype is not None
     if not axes and not mixed and options.offload == "none":
         return Engine(module, options)
     gloo = mesh.device_type == "cpu"
@@ -451,7 +470,8 @@ def _shard_with_fsdp2(
         if not param.is_contiguous():  # channels_last, for one: FSDP2 refuses it; values stay the same
             param.data = param.data.contiguous()
     for block in cuts.modules:
-        apply(block, **settings, ignored_params=cuts.left_to_root | set(scalars))
+        policy = MixedPrecisionPolicy() if keeps_full_precision(block) else settings["mp_policy"]
+        apply(block, **{**settings, "mp_policy": policy}, ignored_params=cuts.left_to_root | set(scalars))
     if options.stage != 0:
         settings["reshard_after_forward"] = False
     apply(module, **settings, ignored_params=set(scalars))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState, is_bw
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
@@ -492,7 +492,9 @@ def _keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
     moved = full.data_ptr() != own.data_ptr() and full.numel() > 0
     written = moved or full._version != version
     if shard.numel() and (written or compare):
-        start = param.mesh_info.shard_mesh_rank * -(-full.shape[0] // param.mesh_info.shard_mesh_size)
+        mesh = param.mesh_info
+        sharded = isinstance(mesh, FSDPMeshInfo)  # and not replicated, as at stage 0 in mixed precision
+        start = mesh.shard_mesh_rank * -(-full.shape[0] // mesh.shard_mesh_size) if sharded else 0
         mine = full.detach()[start : start + shard.shape[0]]
         if mine.data_ptr() != shard.data_ptr():  # else it is a part of the full parameter
             copy_changes(mine, shard)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -41,12 +41,13 @@ class ShardedData(Parallelized):
         self._open = False
         # Other parameters are gathered when their module is called; those the root holds itself are just read.
         self._root_holds_parameters = any(True for _ in module.parameters(recurse=False))
-        if self._root is not None and not getattr(module, "automatic_optimization", True):
+        self._by_hand = not getattr(module, "automatic_optimization", True)
+        if self._root is not None and self._by_hand:
             _mirror_toggling(module, self.engine)
         if isinstance(self.engine, ShardedEngine):
             for group in self.engine.groups:
                 # Steps by hand limit weights between their optimizers' steps, often through `.data`.
-                group.compare_all = not getattr(module, "automatic_optimization", True)
+                group.compare_all = self._by_hand
 
     # [Note: the step as the root's forward]
     # FSDP2 gathers the root's parameters before the root's forward and hooks the root's output for backward. The step takes
@@ -68,8 +69,8 @@ class ShardedData(Parallelized):
             self._in_step = False
             self._hold(False)
             self._take_gradients(hide=True)
-        if torch.is_grad_enabled() and not getattr(self._module, "automatic_optimization", True):
-            self._reshard()  # no backward comes after the step, and hooks see masters as they do under automatic optimization
+        if self._by_hand and torch.is_grad_enabled():
+            self._reshard()  # hooks, and a checkpoint they save, see the sharded weights; no backward follows
         return output
 
     # [Note: backward inside the step]
@@ -119,6 +120,10 @@ class ShardedData(Parallelized):
     def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
         # A rank that has run out of batches cannot take part in gathers: have everything gathered before.
         return self.unsharded() if uneven else self.engine.evaluating()
+
+    @override
+    def memory(self) -> Iterable[tuple[str, Tensor]]:
+        return self.engine.memory()
 
     @contextmanager
     @override

@@ -179,7 +179,7 @@ class LogExchange:
         message = torch.zeros(_MESSAGE, dtype=torch.float64)
         place, code = self._place(point, values)
         message[_STOP] = stop
-        message[_NEWS] = any(agreed.get(key) != theirs.declaration for key, theirs in mine.items())
+        message[_NEWS] = any(not part.declaration.matches(agreed.get(key)) for key, part in mine.items())
         message[_PLACE], message[_PLACE_SQUARED] = code, code * code
         message[_AT + point] = 1
         keys = list(agreed.values())
@@ -202,8 +202,8 @@ class LogExchange:
         counts[sent.point] -= 1
         others = ", ".join(f"{count} at {_NAMES[point]}" for point, count in zip(Point, counts, strict=True) if count)
         raise MisconfigurationException(
-            f"The ranks have parted: rank {self._rank} of {self._world} is at {sent.place}, of the others {others}, of"
-            " this epoch or another. Loops must be the same on every rank: the same number of batches, the same validation, no `break`"
+            f"The ranks have parted: rank {self._rank} of {self._world} is at {sent.place}, of the others {others}, in"
+            " this batch or another. Loops must be the same on every rank: the same number of batches, the same validation, no `break`"
             " or -1 on some ranks only. To stop all ranks, set `trainer.should_stop = True` on any of them."
         )
 
@@ -231,7 +231,8 @@ class LogExchange:
 
     def _extend(self, sent: _Round) -> None:
         agreed = self._list(sent.point, sent.values)
-        new = {key: part.declaration for key, part in sent.mine.items() if agreed.get(key) != part.declaration}
+        mine = {key: part.declaration for key, part in sent.mine.items()}
+        new = {key: declaration for key, declaration in mine.items() if not declaration.matches(agreed.get(key))}
         gathered: list[Any] = [None] * self._world
         dist.all_gather_object(gathered, new, group=self._host_group)
         by_key: dict[str, dict[str, Declaration]] = {}
@@ -249,11 +250,10 @@ class LogExchange:
         trainer = self.trainer
         progress = trainer.fit_loop.epoch_loop.batch_progress
         stage = trainer.state.stage
-        kind = "training" if stage is None else stage.value
-        place = (
-            f"{_NAMES[point]} ({kind}, epoch {trainer.current_epoch}, {progress.current.ready} batches of it trained on"
-        )
-        place += ")" if values.training else f", batch {values.batches} of this loop)"
+        kind = "" if stage is None else f"{stage.value}, "
+        trained = f"batch {progress.current.ready} of epoch {trainer.current_epoch}"
+        where = trained if values.training else f"batch {values.batches + 1} after {trained}"
+        place = f"{_NAMES[point]} ({kind}{where})"
         return place, zlib.crc32(place.encode()) % _PLACES
 
     # Values
@@ -265,7 +265,8 @@ class LogExchange:
         on_step = sent.point in (Point.STEP, Point.BATCH_END)
         totals = self._totals(sent, tensors)
         for key in tensors:
-            sent.values.accept(key, totals[key.key], on_step)
+            if key.key in totals:  # not a key of groups that this rank is in none of
+                sent.values.accept(key, totals[key.key], on_step)
         metrics = [key for key, _ in logged if not key.is_tensor]
         for key in metrics:
             sent.values.compute(key, self.trainer.lightning_module, self._rank, self.device)

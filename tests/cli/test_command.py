@@ -166,3 +166,19 @@ def test_tokenize_lists_its_problems_and_fails(fived):
     assert "Traceback" not in output
     status, output = fived("tokenize", "a", "b", "--no-such-option")
     assert status == 2
+
+
+def test_activation_checkpointing_is_an_option_of_each_zero_stage(composed):
+    from lightning_5d import ActivationCheckpointing
+    from lightning_5d.cli.build import build
+
+    for name, given, expected in (
+        ("zero0", "full", ActivationCheckpointing()),
+        ("zero1", "selective", ActivationCheckpointing("selective")),
+        ("zero2", "0.5", ActivationCheckpointing(memory_budget=0.5)),
+        ("zero3", "{mode: selective, every: 2}", ActivationCheckpointing("selective", every=2)),
+        ("hybrid", '{modules: ["*.mlp"]}', ActivationCheckpointing(modules=("*.mlp",))),
+    ):
+        config = composed(f"strategy={name}", f"strategy.activation_checkpointing={given}")
+        plugins = build(OmegaConf.create(config).strategy).plugins
+        assert [plugin for plugin in plugins if isinstance(plugin, ActivationCheckpointing)] == [expected]

@@ -157,3 +157,15 @@ def test_true_precisions_equal_one_process(ranks: RankPool, world: int) -> None:
     settings = [Setting(precision, 1, *WINDOWS[1]) for precision in ("64-true", "bf16-true", "16-true")]
     settings += [Setting("16-true", stage, *WINDOWS[0]) for stage in (0, 3)]
     _check(ranks, world, settings)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_autocast_over_fp32_weights_trains_alike(ranks: RankPool, world: int) -> None:
+    settings = [Setting(p, stage, 2, 0.5, autocast=True) for p in ("bf16-mixed", "16-mixed") for stage in (0, 1, 3)]
+    _check(ranks, world, settings)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_optimizer_states_that_rest_in_bf16_are_rounded_once_a_step(ranks: RankPool, world: int) -> None:
+    settings = [Setting(p, stage, state_dtype=torch.bfloat16) for p in ("32-true", "16-mixed") for stage in (0, 1, 3)]
+    _check(ranks, world, settings)
