@@ -164,6 +164,11 @@ class FiveD(ParallelSteps):
         return RunContext(world, self.num_nodes, self.root_device.type, precision, sizes, module), problems
 
     @property
+    def plan(self) -> ParallelPlan | None:
+        """Where the module may be cut, if that was given."""
+        return self._plan
+
+    @property
     def start_method(self) -> StartMethod:
         """How ranks come to be when nobody else starts them; may be set until a Trainer takes this object."""
         return self._start_method

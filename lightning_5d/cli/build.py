@@ -12,7 +12,7 @@ import lightning.pytorch as L
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, MissingMandatoryValue
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
 from lightning_5d.data.corpus import Corpus
 from lightning_5d.mesh import DATA_AXES, resolve_sizes
@@ -96,5 +96,17 @@ def data_ranks(trainer: L.Trainer) -> int:
 
 def _trainer(config: DictConfig) -> L.Trainer:
     callbacks = [callback for callback in build(config.callbacks).values() if callback is not None]
-    trainer: L.Trainer = build(config.trainer, callbacks=callbacks)
+    settings, arguments = config.trainer, {"callbacks": callbacks}
+    if _is_fived(settings.strategy):
+        # The plugin itself: it has options, and of "16-mixed" Lightning would make bf16 on CPU.
+        plugins = settings.get("plugins")
+        arguments["plugins"] = [*(build(plugins) if plugins else ()), build(config.precision)]
+        settings = OmegaConf.masked_copy(settings, [key for key in settings if key not in ("precision", "plugins")])
+    trainer: L.Trainer = build(settings, **arguments)
     return trainer
+
+
+def _is_fived(strategy: Any) -> bool:
+    if isinstance(strategy, DictConfig):
+        return isinstance(build(strategy), FiveD)
+    return isinstance(strategy, str) and strategy.startswith(FiveD.strategy_name)
