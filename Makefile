@@ -4,11 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo memory-chart test lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 # torch is named with its version in the install command itself: an open range may bring a build of several gigabytes.
 $(READY): pyproject.toml constraints.txt
@@ -19,6 +19,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## train a small language model on 2 processes, ZeRO-1, under three minutes
 	$(BIN)/fived train
+
+memory-chart: $(READY) ## draw the memory of ZeRO-1 in fp16 on 2 processes, in half a minute
+	$(BIN)/fived train recipe=zero1_memory_chart
 
 lint: $(READY)
 	$(BIN)/ruff check .

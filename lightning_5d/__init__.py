@@ -1,5 +1,6 @@
 """Five-dimensional parallel training for PyTorch Lightning: `Trainer(strategy=FiveD(...))`."""
 
+from lightning_5d.activation_checkpointing import ActivationCheckpointing
 from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.loss_scaling import LossScaling
 from lightning_5d.parallelism import Parallelism, Problem, RunContext
@@ -10,6 +11,7 @@ from lightning_5d.skipped_steps import SkippedStep, SkippedSteps
 from lightning_5d.strategy import FiveD
 
 __all__ = [
+    "ActivationCheckpointing",
     "FiveD",
     "FiveDPrecision",
     "LossScaling",

@@ -131,10 +131,25 @@ class ParallelMesh:
         names = tuple(axis for axis in axes if axis in self.names and self.sizes[axis] > 1) or ("dp_shard",)
         return self.device_mesh[names]
 
+    def axes_of(self, mesh: DeviceMesh) -> set[str]:
+        """The axes along which the ranks of any other mesh of this world differ from one another."""
+        ranks = mesh.mesh.flatten().tolist()
+        found, stride = set(), 1
+        for name in reversed(self.names):
+            size = self.sizes[name]
+            if len({self._places[rank] // stride % size for rank in ranks}) > 1:
+                found.add(name)
+            stride *= size
+        return found
+
     @property
     def names(self) -> tuple[str, ...]:
         """Axes present in `device_mesh`."""
         return self.device_mesh.mesh_dim_names or ()
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.device_mesh.mesh.flatten().tolist())}
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:

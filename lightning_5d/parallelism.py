@@ -8,7 +8,7 @@ module, with the state that needs. `FiveD` calls the hooks of both in a fixed or
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -51,6 +51,7 @@ class RunContext:
         precision: Lightning's precision string, such as ``"bf16-mixed"``.
         sizes: Size of every mesh axis, ``"auto"`` already resolved; axes that are not in use have size 1.
         module: The user's module where it is already known, else ``None``.
+        plan: The plan given to `FiveD`, if any.
     """
 
     world_size: int
@@ -59,6 +60,7 @@ class RunContext:
     precision: str
     sizes: dict[str, int]
     module: nn.Module | None = None
+    plan: ParallelPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Parallelism(ABC):
     """The name a person knows the axis by: ``"data"``, ``"tensor"``, ``"pipeline"``, ``"context"``, ``"expert"``."""
 
     order: ClassVar[int]
-    """Position in `parallelize`: pipeline 10, tensor 20, expert 30, context 40, data 90 (it wraps last)."""
+    """Position in `parallelize`: pipeline 10, tensor 20, expert 30, context 40, activation checkpointing 60, data 90 (it wraps
+    last)."""
 
     def mesh_sizes(self) -> dict[str, Size]:
         """Sizes of the mesh axes this plugin brings, by name; ``"auto"`` takes what is left of the world."""
@@ -109,12 +112,22 @@ class Parallelism(ABC):
 class Parallelized:
     """One axis at work on one module. Hooks that have nothing to do inherit these empty defaults."""
 
+    def all_at_work(self, axes: Sequence[Parallelized]) -> None:
+        """Comes once, when all axes are at work on the module.
+
+        Args:
+            axes: All of them, this one included.
+        """
+
     def shard_batch(self, batch: Any) -> Any:
         """Returns this rank's part of a batch that all ranks of the axis hold."""
         return batch
 
     def step_context(self) -> AbstractContextManager[None]:
-        """A context around every step of the user, training or not."""
+        """A context around every step of the user, training or not.
+
+        Activation checkpointing enters it again around a block that backward runs again, after the step or inside of it.
+        """
         return nullcontext()
 
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,8 +157,14 @@ class Parallelized:
     def finalize_gradients(self) -> None:
         """Comes once per optimizer step, after the last backward and before hooks, clipping and the step itself."""
 
-    def gradient_axes(self, parameter: nn.Parameter) -> Sequence[str]:
-        """Mesh axes over which parts of this parameter's gradient lie that its own placement does not tell."""
+    def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
+        """What its own placement does not tell about who counts this parameter's gradient in a norm over all ranks.
+
+        Returns:
+            The mesh axes along which other ranks hold *other* gradients in its place: ``pp`` for weights of a stage, the axes
+            that hold other experts for an expert's. Along all other axes a gradient is taken for a copy. ``None`` if this
+            rank's gradient does not count at all: one of two stages that own a tied weight says so, and only one.
+        """
         return ()
 
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
@@ -159,6 +178,14 @@ class Parallelized:
             uneven: Ranks have different numbers of batches, so a step may not communicate.
         """
         return nullcontext()
+
+    def memory(self) -> Iterable[tuple[str, Tensor]]:
+        """What the axis holds beside the module's parameters, their gradients and the optimizers' states, for accounts of memory.
+
+        Pairs of a category (``"weights"``, ``"master weights"``, ``"gradients"``, ``"communication buffers"``, ``"memory of
+        other ranks"``; see `lightning_5d.memory.categories`) and a tensor whose storage is that memory, whole, also while parts of it are lent.
+        """
+        return ()
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:

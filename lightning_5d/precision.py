@@ -11,7 +11,6 @@ import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -20,6 +19,7 @@ from typing_extensions import override
 from lightning_5d.gradients import clip_by_norm, clip_by_value
 from lightning_5d.loss_scaling import LossScaler, LossScaling
 from lightning_5d.module_casting import ModuleCasting
+from lightning_5d.nonfinite import NonfiniteNorms
 from lightning_5d.optimizer_state import narrow_states, widen_states
 from lightning_5d.parallelism import Dtypes, Problem, raise_problems
 
@@ -99,6 +99,7 @@ class FiveDPrecision(Precision):
             self.scaler = LossScaler(LossScaling() if self.compute_dtype else LossScaling(init_scale=32768.0))
         else:
             self.scaler = None
+        self.nonfinite = NonfiniteNorms()
         self._strategy: FiveD | None = None
         self._casting: ModuleCasting | None = None
 
@@ -274,16 +275,9 @@ class FiveDPrecision(Precision):
             super()._clip_gradients(model, optimizer, clip_val, gradient_clip_algorithm)
 
     @override
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM,
-    ) -> None:
-        if self.scaler is not None and clip_val > 0:
-            # Under manual optimization `self.clip_gradients` comes before the step, and so before anything else unscales.
-            self.scaler.unscale(self.main_params(optimizer))
-        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+    def teardown(self) -> None:
+        self.nonfinite.settle()
+        super().teardown()
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -291,10 +285,16 @@ class FiveDPrecision(Precision):
         if self._strategy is None:
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
             return
-        clip_by_norm(parameters, float(clip_val), self._strategy.gradient_norm(parameters))
+        self._strategy.prepare_clipping(optimizer)
+        norm = self._strategy.norm_to_clip(optimizer, parameters)
+        if self.scaler is None:  # which leaves such steps out
+            self.nonfinite.look_at(norm)
+        clip_by_norm(parameters, float(clip_val), norm)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if self._strategy is not None:
+            self._strategy.prepare_clipping(optimizer)
         clip_by_value(self.main_params(optimizer), float(clip_val))
 
     # Checkpoints

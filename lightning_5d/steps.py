@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from typing_extensions import override
 from lightning_5d.batches import check_same_batch, leave_out_seen
 from lightning_5d.checkpoint.lightning_state import WholeCheckpoints
 from lightning_5d.communication import MeshCommunication
-from lightning_5d.gradients import global_norm, scale_gradients
+from lightning_5d.gradients import global_norms, scale_gradients
 from lightning_5d.logs import LogExchange
 from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_loss
 from lightning_5d.parallelism import Parallelized
@@ -47,11 +48,14 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         self.overflow = False
         self._skip_reason: str | None = None
         self._stepping = False
+        self._summed_up = False
+        self._overflowed: set[Any] = set()
         self._accumulating = False
         self._window = LossWindow()
         self._weight: float | None = None
         self._agreed: tuple[str, int] | None = None
         self._uneven_prediction = False
+        self._shared_norm: tuple[Any, Tensor] | None = None
         self._evaluation = ExitStack()
         self.logs: LogExchange | None = None
         self._schedules = ExitStack()
@@ -164,6 +168,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         if module.automatic_optimization:
             factor = self._window.scale(self._weight, self.mesh.data_group, self.root_device)
             loss = loss if factor == 1.0 else loss * factor
+        self._summed_up = False
         for applied in self.parallelized:
             loss = applied.before_backward(loss)
         precision.backward(loss, module, optimizer, *args, **kwargs)
@@ -180,22 +185,45 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
 
         Reduced over ranks, divided by the window, divided by the loss scale; an overflow anywhere is known everywhere.
         """
+        self._shared_norm = None
         module = self.connected_module
         if module.automatic_optimization:
             planned, batches = module.trainer.accumulate_grad_batches, module.trainer.num_training_batches
             factor = self._window.correction(planned, self.mesh.data_group, self.root_device, batches)
             if factor != 1.0:
                 scale_gradients(module.parameters(), factor)
-        for applied in self.parallelized:
-            applied.finalize_gradients()
+        self._sum_up()
         scaler = self._scaler
         if scaler is not None:
             finite = scaler.unscale(self.precision_plugin.main_params(optimizer))
+            finite = finite and unwrapped(optimizer) not in self._overflowed
+            self._overflowed.discard(unwrapped(optimizer))
             # Over the world and not only over the ranks that share a parameter: a stage or an expert steps with the others.
             self.overflow = not finite if self.world_size == 1 else self.reduce_boolean_decision(not finite, all=False)
             if self.overflow:
                 self._skip_reason = LOSS_SCALE
         self._stepping = True
+
+    def prepare_clipping(self, optimizer: Any) -> None:
+        """Makes the gradients of an optimizer's parameters those that its step will use; before clipping, on every rank.
+
+        In automatic steps they are by then. A manual step clips before `optimizer.step()`, when they still carry the loss scale.
+        What is not finite now is remembered: clipping by value would hide it from the check at the step.
+        """
+        if self._stepping:
+            return
+        self._sum_up()
+        scaler = self._scaler
+        if scaler is not None and not scaler.unscale(self.precision_plugin.main_params(optimizer)):
+            self._overflowed.add(unwrapped(optimizer))
+
+    def _sum_up(self) -> None:
+        """What axes still have to add to gradients, once after each backward."""
+        if self._summed_up:
+            return
+        for applied in self.parallelized:
+            applied.finalize_gradients()
+        self._summed_up = True
 
     @property
     def _scaler(self) -> LossScaler | None:
@@ -280,18 +308,44 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         for applied in self.parallelized:
             applied.before_optimizer_step()
 
-    def gradient_norm(self, parameters: Sequence[Tensor] | None = None, norm_type: float = 2.0) -> Tensor:
+    def gradient_norm(self, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients over all axes, the same number on every rank; every rank calls it.
 
         Args:
             parameters: The parameters whose gradients count; all of the module's if ``None``.
             norm_type: The p of the p-norm, ``inf`` included.
         """
-        chosen = list(self.connected_module.parameters()) if parameters is None else parameters
-        return global_norm(chosen, self.mesh, norm_type, self._gradient_axes)
+        chosen = self.connected_module.parameters() if parameters is None else parameters
+        return self.gradient_norms([chosen], norm_type)[0]
 
-    def _gradient_axes(self, parameter: nn.Parameter) -> list[str]:
-        return [axis for applied in self.parallelized for axis in applied.gradient_axes(parameter)]
+    def gradient_norms(self, groups: Sequence[Iterable[Tensor]], norm_type: float = 2.0) -> Tensor:
+        """`gradient_norm` of several groups of parameters, shape (G,), in the one collective that one of them takes."""
+        return global_norms(groups, self.mesh, norm_type, self._gradient_axes)
+
+    def share_norm(self, optimizer: Any, norm: Tensor) -> None:
+        """Spares this step's clipping by norm the work, where a callback has just taken the 2-norm of the same gradients.
+
+        Args:
+            optimizer: The optimizer that is about to step.
+            norm: The `gradient_norm` of its parameters. They must not change until clipping; all ranks share or none.
+        """
+        self._shared_norm = (unwrapped(optimizer), norm)
+
+    def norm_to_clip(self, optimizer: Any, parameters: Sequence[Tensor]) -> Tensor:
+        """The 2-norm that clipping needs: the shared one, once, or a fresh one."""
+        shared, self._shared_norm = self._shared_norm, None
+        if shared is not None and shared[0] is unwrapped(optimizer):
+            return shared[1]
+        return self.gradient_norm(parameters)
+
+    def _gradient_axes(self, parameter: Tensor) -> list[str] | None:
+        axes: list[str] = []
+        for applied in self.parallelized:
+            of_plugin = applied.gradient_axes(parameter)
+            if of_plugin is None:
+                return None
+            axes += of_plugin
+        return axes
 
     @override
     def on_validation_start(self) -> None:
@@ -334,6 +388,11 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
             for applied in self.parallelized:
                 contexts.enter_context(applied.unsharded())
             yield
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The user's optimizer inside a `LightningOptimizer`."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _called_by(applied: Parallelized, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

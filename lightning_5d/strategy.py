@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import nn
 from typing_extensions import override
 
+from lightning_5d.activation_checkpointing import ActivationCheckpointing, activation_checkpointing_of, restore
 from lightning_5d.batches import even_loader
 from lightning_5d.checkpoint.full_state import contains_sharded
 from lightning_5d.communication import point_metrics_to
@@ -63,6 +65,8 @@ class FiveD(ParallelSteps):
             default); ``"spawn"``, ``"forkserver"`` and ``"fork"`` start them from this process, for notebooks and tests.
             Under torchrun or Slurm they exist already, and this says nothing.
         plan: Where the module may be cut; found by itself if ``None`` (see `ParallelPlan`).
+        activation_checkpointing: What is computed again in backward instead of kept: ``"full"``, ``"selective"``, a memory
+            budget from 0 to 1, or an `ActivationCheckpointing`.
         accelerator, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's strategies.
 
     Raises:
@@ -80,12 +84,15 @@ class FiveD(ParallelSteps):
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
         plan: ParallelPlan | None = None,
+        activation_checkpointing: ActivationCheckpointing | str | float | Mapping[str, Any] | None = None,
         accelerator: Accelerator | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        problems = plugin_problems(plugins)
+        checkpointing, problems = activation_checkpointing_of(activation_checkpointing)
+        plugins = (*plugins, *checkpointing)
+        problems += plugin_problems(plugins)
         if start_method not in _START_METHODS:
             problems.append(
                 Problem(f"start_method={start_method!r} is unknown.", f"Use one of {', '.join(_START_METHODS)}.")
@@ -161,7 +168,7 @@ class FiveD(ParallelSteps):
         world = self.num_nodes * self.num_processes
         sizes, problems = resolve_sizes(world, self.plugins)
         precision = str(self.precision_plugin.precision)
-        return RunContext(world, self.num_nodes, self.root_device.type, precision, sizes, module), problems
+        return RunContext(world, self.num_nodes, self.root_device.type, precision, sizes, module, self._plan), problems
 
     @property
     def plan(self) -> ParallelPlan | None:
@@ -220,6 +227,9 @@ class FiveD(ParallelSteps):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
+        if self.global_rank != 0:
+            # Lightning 2.6.6 asks torch 2.13 in a way that torch will drop; rank 0 says so once.
+            warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
         expected = self.num_nodes * self.num_processes
         if dist.is_initialized() and dist.get_world_size() != expected:
             raise MisconfigurationException(
@@ -323,8 +333,11 @@ class FiveD(ParallelSteps):
         plan = find_plan(module, self._plan)
         for applied in self.parallelized:
             applied.close()
+        restore(module)  # what another Trainer's strategy may have left
         precision.cast_activations(module, [module.get_submodule(name) for name in plan.block_names(module)])
         self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in self.plugins]
+        for applied in self.parallelized:
+            applied.all_at_work(self.parallelized)
         if meta_tensors(module):
             materialize(module, self.root_device)
         self._setup_module = module

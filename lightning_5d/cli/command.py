@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from lightning_5d.cli.schedule import add_schedule_options
+
 HYDRA_COMMANDS = {
     "train": "train a model; Hydra options and overrides, see `fived train --help`",
     "verify": "compare a configured run with the same run in one process; takes what `fived train` takes",
@@ -28,6 +30,10 @@ def main() -> int:
         return 0
     if rest:
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if arguments.command == "schedule":
+        from lightning_5d.cli.schedule import run_schedule
+
+        return run_schedule(arguments)
     return _tokenize(arguments)
 
 
@@ -45,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer", default="byte", help="'byte' (default), or the folder of a Hugging Face tokenizer"
     )
     tokenize.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
+    add_schedule_options(commands.add_parser("schedule", help="draw pipeline schedules, with their bubble and memory"))
     # Not for people: how the other ranks of a run that Hydra configured are started.
     worker = commands.add_parser("worker")
     worker.add_argument("config", type=Path)

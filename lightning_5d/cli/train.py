@@ -9,7 +9,7 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
-from lightning_5d.callbacks import LossPlot, TextSample
+from lightning_5d.callbacks import LossPlot, MemoryProfiler, TextSample
 from lightning_5d.cli.build import build_run
 from lightning_5d.data.corpus import Corpus
 
@@ -52,6 +52,8 @@ def _report(trainer: L.Trainer, data: L.LightningDataModule, folder: Path) -> li
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
             lines.append(f"Best checkpoint:  {callback.best_model_path}")
+        if isinstance(callback, MemoryProfiler) and callback.files:
+            lines.append(f"Memory, charts:   {callback.folder}")
         if isinstance(callback, LossPlot):
             lines.append(f"Plot of the loss: {callback.path}")
     lines.append(f"Run folder:       {folder}")

@@ -29,6 +29,10 @@ class Buffer:
         weakref.finalize(loan, self._take_back).atexit = False
         return torch.frombuffer(loan, dtype=torch.uint8)
 
+    def view(self) -> torch.Tensor:
+        """The whole memory as bytes, to look at; does not count as lent."""
+        return torch.frombuffer(self._memory, dtype=torch.uint8)
+
     def _take_back(self) -> None:
         self.lent = False
 
@@ -48,6 +52,10 @@ class BufferPool:
             buffer = Buffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
             buffers.append(buffer)
         return buffer.lend()[: numel * dtype.itemsize].view(dtype)
+
+    def views(self) -> list[torch.Tensor]:
+        """All of its memory, lent or not, one tensor for each piece."""
+        return [buffer.view() for buffers in self._by_size.values() for buffer in buffers]
 
 
 def in_pages(nbytes: int) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_5d.data_parallel import account
 from lightning_5d.data_parallel.agreement import Agreement
 from lightning_5d.data_parallel.blocks import Blocks, cut
 from lightning_5d.data_parallel.exchange import Exchange
@@ -86,6 +87,10 @@ class Engine:
         """Around a loop that does not change parameters: stages 1 and 2, which hold all of them, gather them once."""
         yield
 
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """See :meth:`lightning_5d.parallelism.Parallelized.memory`."""
+        return ()
+
     def close(self) -> None:
         """Gives back hooks, connections and shared memory. The module keeps its (sharded) parameters."""
 
@@ -113,6 +118,10 @@ class ReplicatedEngine(Engine):
             self._reducer.finish()
 
     @override
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return account.of_transport(self._transport)
+
+    @override
     def close(self) -> None:
         if self._reducer is not None:
             self._reducer.close()
@@ -138,11 +147,12 @@ class ShardedEngine(Engine):
             self.traffic = exchange.traffic
         transports = [] if exchange is None else [t for t in (exchange.shard, exchange.replicate) if t is not None]
         self._root = states[0]
-        self._agreement = Agreement(transports, [mesh.get_group() for mesh in meshes], self._root._device)
+        self._agreement = Agreement(transports, [mesh.get_group() for mesh in meshes])
         self.groups: list[RecordingParamGroup] = [group for state in states for group in adopt(state, exchange)]
         self._last = self._complete = True
         self._depth = 0
         self._held = False
+        self._shown: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
         for state in states[1:]:
             # A block that is called before the root must not become a root of its own.
             state._lazy_init = self._root._lazy_init
@@ -220,6 +230,13 @@ class ShardedEngine(Engine):
             exchange.reuse = False
 
     @override
+    def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
+        for group in self.groups:
+            yield from account.of_group(group)
+        if self._exchange is not None:
+            yield from account.of_exchange(self._exchange)
+
+    @override
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -257,6 +274,40 @@ class ShardedEngine(Engine):
         """Gives full parameters that exist the `requires_grad` of their sharded ones, outside the usual gather."""
         for group in self.groups:
             group.mirror_requires_grad()
+
+    def show_gradients(self) -> None:
+        """Lets full parameters that are in the module again after a backward carry its gradients, which are the shards'.
+
+        Between backward and step a user may look for them there: to clip with torch's functions, to log.
+        """
+        pairs = [
+            (param._unsharded_param, param.sharded_param)
+            for group in self.groups
+            if group.is_unsharded
+            for param in group.fsdp_params
+        ]
+        pairs += self._scalars.pairs() if self._scalars is not None else []
+        for full, sharded in pairs:
+            if sharded.grad is not None and full.grad is None:
+                # Checked with torch 2.13: its dtype may be another one than that of the parameter.
+                full.grad_dtype = None
+                full.grad = sharded.grad
+                self._shown.append((full, sharded, sharded.grad))
+
+    def take_gradients(self, *, hide: bool) -> None:
+        """Hands gradients that were replaced, rather than changed, while shown to the shards.
+
+        Args:
+            hide: End the show; backward would add to what it finds in full parameters.
+        """
+        for full, sharded, grad in self._shown:
+            if full.grad is not grad:
+                sharded.grad = full.grad
+            if hide:
+                full.grad = None
+                full.grad_dtype = full.dtype
+        if hide:
+            self._shown.clear()
 
     def _wrap_root_hooks(self) -> None:
         # Both as hooks of the root and when called directly, around something else than the root's forward.

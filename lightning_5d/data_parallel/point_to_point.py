@@ -58,6 +58,10 @@ class PointToPoint(Transport):
             parts.insert(self.rank, own)
         return self._exchange(parts, parts[self.rank], tag)
 
+    def memory(self) -> list[torch.Tensor]:
+        """See :meth:`Transport.memory`."""
+        return self._pool.views()
+
     def close(self) -> None:
         """See :meth:`Transport.close`; there is nothing to give back."""
 

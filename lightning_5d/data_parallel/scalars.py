@@ -57,6 +57,10 @@ class ScalarParams:
         self._register(self._plain)
         self._computing = True
 
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Each plain parameter with its DTensor, while the module has the plain ones; else nothing."""
+        return list(zip(self._plain, self.sharded, strict=True)) if self._computing else []
+
     def used(self) -> list[bool]:
         """Which parameters have a gradient that was not reduced yet."""
         return [plain.grad is not None for plain in self._plain]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -68,6 +68,7 @@ class ShardedData(Parallelized):
         finally:
             self._in_step = False
             self._hold(False)
+            self._take_gradients(hide=True)
         if self._by_hand and torch.is_grad_enabled():
             self._reshard()  # hooks, and a checkpoint they save, see the sharded weights; no backward follows
         return output
@@ -80,6 +81,7 @@ class ShardedData(Parallelized):
     @override
     def before_backward(self, loss: Tensor) -> Tensor:
         self._hold(False)
+        self._take_gradients(hide=True)
         if not self._in_step or not self._open:
             return loss
         left: Tensor = self._leave(loss)
@@ -92,7 +94,12 @@ class ShardedData(Parallelized):
         self._reopen()
 
     @override
+    def finalize_gradients(self) -> None:
+        self._take_gradients(hide=False)
+
+    @override
     def before_optimizer_step(self) -> None:
+        self._take_gradients(hide=True)
         if self._in_step:
             self._open = False
             self._reshard()
@@ -113,6 +120,10 @@ class ShardedData(Parallelized):
     def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
         # A rank that has run out of batches cannot take part in gathers: have everything gathered before.
         return self.unsharded() if uneven else self.engine.evaluating()
+
+    @override
+    def memory(self) -> Iterable[tuple[str, Tensor]]:
+        return self.engine.memory()
 
     @contextmanager
     @override
@@ -142,6 +153,12 @@ class ShardedData(Parallelized):
     def _reopen(self) -> None:
         if self._in_step and not self._open and self._root_holds_parameters:
             self._enter((), {})
+            if isinstance(self.engine, ShardedEngine):
+                self.engine.show_gradients()
+
+    def _take_gradients(self, *, hide: bool) -> None:
+        if isinstance(self.engine, ShardedEngine):
+            self.engine.take_gradients(hide=hide)
 
     def _leave(self, output: Any) -> Any:
         self._open = False

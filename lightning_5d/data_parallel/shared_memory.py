@@ -220,6 +220,14 @@ class SharedMemory(Transport):
             torch.maximum(flags, part, out=flags)
         arrival.release()
 
+    def memory(self) -> list[torch.Tensor]:
+        """See :meth:`Transport.memory`."""
+        return [block.view() for block in self._blocks]
+
+    def mapped(self) -> list[torch.Tensor]:
+        """See :meth:`Transport.mapped`."""
+        return [block for peer in self.peers for block in peer.blocks.values()]
+
     def close(self) -> None:
         """See :meth:`Transport.close`."""
         self.drop_sockets()

@@ -58,6 +58,14 @@ class Transport(ABC):
         With ``own``, this rank's part, which nobody else reads, ``buffer`` holds only those of the others in rank order.
         """
 
+    def memory(self) -> list[torch.Tensor]:
+        """The memory that this rank's transport keeps for reuse, lent or not; not what it maps of its peers."""
+        return []
+
+    def mapped(self) -> list[torch.Tensor]:
+        """The memory of its peers that this rank reads in place."""
+        return []
+
     def agree(self, flags: torch.Tensor) -> None:
         """Replaces a small integer tensor by its elementwise maximum over the group."""
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)

@@ -31,6 +31,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
     _WorkerOutput,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_5d.launch.environment import variables
@@ -215,6 +216,8 @@ class InProcessLauncher(_MultiProcessingLauncher):
         method: str | None,
     ) -> None:
         die_with(parent)
+        # Lightning's hints come from rank 0 only, also before the strategy has told it which rank this is.
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
         multiprocessing.set_start_method(method, force=True)
         function, args, kwargs = call
         if state is not None:

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 # Written against lightning 2.6.6, whose records of logged values are not public.
 
 
+_COMPARED = ("on_step", "on_epoch", "reduce", "is_tensor", "add_dataloader_idx", "dataloader_idx", "grouped")
+
+
 @dataclass(frozen=True)
 class Declaration:
-    """One key as a rank has logged it; equal on all ranks that log it alike.
+    """One key as a rank has logged it.
 
     Attributes:
         key: Where the loop's collection of results keeps it: hook, name and dataloader.
@@ -45,6 +48,11 @@ class Declaration:
     is_tensor: bool
     group: tuple[int, ...] | None
 
+    @property
+    def grouped(self) -> bool:
+        """Whether it has a `sync_dist_group`."""
+        return self.group is not None
+
     @classmethod
     def of(cls, key: str, metric: _ResultMetric) -> Declaration:
         """The declaration of an entry that this rank has made."""
@@ -53,6 +61,10 @@ class Declaration:
         group = meta.sync.group
         ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
         return cls(key=key, reduce=meta.reduce_fx.__name__, is_tensor=metric.is_tensor, group=ranks, **same)
+
+    def matches(self, other: Declaration | None) -> bool:
+        """Whether two ranks log the key alike, as far as its value goes: each may have its own bar, logger and group."""
+        return other is not None and all(getattr(self, name) == getattr(other, name) for name in _COMPARED)
 
     def entry(self, device: torch.device) -> _ResultMetric:
         """The entry, on a rank that has not logged it."""
@@ -99,12 +111,10 @@ def differing(declarations: Mapping[str, Mapping[str, Declaration]]) -> str | No
     Args:
         declarations: By key, then by who has logged it.
     """
-    # Each rank may name a group of its own.
-    compared = [field.name for field in fields(Declaration) if field.name != "group"]
     for key, by_place in declarations.items():
         (first, one), *others = by_place.items()
         for second, other in others:
-            for name in compared:
+            for name in _COMPARED:
                 mine, theirs = getattr(one, name), getattr(other, name)
                 if mine != theirs:
                     return (

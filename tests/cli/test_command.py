@@ -72,6 +72,21 @@ def test_each_zero_stage_is_a_choice(composed, stage):
     assert strategy.plugins[0].stage == stage
 
 
+def test_adaptive_clipping_takes_the_place_of_the_trainers(composed):
+    from lightning_5d.callbacks import GradientClipping
+    from lightning_5d.cli.build import build
+
+    usual, adaptive = composed(), composed("callbacks=adaptive_clipping")
+    assert usual["trainer"]["gradient_clip_val"] == 1.0
+    assert adaptive["trainer"]["gradient_clip_val"] is None
+    assert adaptive["callbacks"].keys() == usual["callbacks"].keys()
+    made = build(OmegaConf.create(adaptive["callbacks"]["gradient_clipping"]))
+    assert isinstance(made, GradientClipping)
+    assert (made.quantile, made.skip_spikes, made.clips, made.skips) == (0.9, 6.0, True, True)
+    watching = build(OmegaConf.create(usual["callbacks"]["gradient_clipping"]))
+    assert (watching.clips, watching.skips) == (False, False)
+
+
 def test_one_process_and_lightnings_ddp_are_choices(composed):
     single = composed("strategy=single")
     assert (single["strategy"], single["trainer"]["devices"]) == ("auto", 1)
@@ -151,3 +166,19 @@ def test_tokenize_lists_its_problems_and_fails(fived):
     assert "Traceback" not in output
     status, output = fived("tokenize", "a", "b", "--no-such-option")
     assert status == 2
+
+
+def test_activation_checkpointing_is_an_option_of_each_zero_stage(composed):
+    from lightning_5d import ActivationCheckpointing
+    from lightning_5d.cli.build import build
+
+    for name, given, expected in (
+        ("zero0", "full", ActivationCheckpointing()),
+        ("zero1", "selective", ActivationCheckpointing("selective")),
+        ("zero2", "0.5", ActivationCheckpointing(memory_budget=0.5)),
+        ("zero3", "{mode: selective, every: 2}", ActivationCheckpointing("selective", every=2)),
+        ("hybrid", '{modules: ["*.mlp"]}', ActivationCheckpointing(modules=("*.mlp",))),
+    ):
+        config = composed(f"strategy={name}", f"strategy.activation_checkpointing={given}")
+        plugins = build(OmegaConf.create(config).strategy).plugins
+        assert [plugin for plugin in plugins if isinstance(plugin, ActivationCheckpointing)] == [expected]

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_5d.data_parallel import ShardOptions, shard
 from lightning_5d.data_parallel.reducer import GradientReducer
+from lightning_5d.data_parallel.reduction import PendingReductions
 from lightning_5d.data_parallel.shared_memory import SharedMemory
 from lightning_5d.data_parallel.traffic import Traffic
 from tests.data_parallel.training import inputs, make, mesh_engine
@@ -106,6 +107,7 @@ def _exchange_bytes(rank: int, stage: int) -> int:
     module = _Deep()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     engine = shard(module, list(module.blocks), mesh, ShardOptions(stage=stage))
+    engine._exchange.pending = PendingReductions(patience_s=20.0)  # on a busy machine the other rank may be late
     for _ in range(3):
         engine.begin(last=True)
         module(torch.randn(3, 32)).pow(2).mean().backward()
@@ -116,10 +118,10 @@ def _exchange_bytes(rank: int, stage: int) -> int:
 
 
 def test_stage_3_exchanges_through_a_few_blocks_of_memory_however_deep_the_model(ranks):
-    """A block's gather takes one page-rounded half, its reduction the whole; a few of each are under way at once."""
+    """Gather and reduction of a block take half of it each, in whole pages; a few of both are under way at once."""
     block, page = 33 * 32 * 4, 4096
     for held in ranks(2, _exchange_bytes, 3, timeout=40):
-        assert held <= 5 * (block // 2 + page) + 6 * (block + page)
+        assert held <= 12 * page
         assert held < 12 * block
 
 
@@ -127,6 +129,7 @@ def _bucket_bytes(rank: int) -> int:
     module = _Deep()
     transport = SharedMemory.connect(torch.distributed.group.WORLD, timeout_s=30.0)
     reducer = GradientReducer(list(module.parameters()), transport, Traffic(), bucket_bytes=33 * 32 * 4)
+    reducer._pending = PendingReductions(patience_s=20.0)  # on a busy machine the other rank may be late
     for _ in range(3):
         module(torch.randn(3, 32)).pow(2).mean().backward()
         reducer.finish()
@@ -137,7 +140,8 @@ def _bucket_bytes(rank: int) -> int:
 
 
 def test_stage_0_averages_through_a_few_buckets_of_memory_however_deep_the_model(ranks):
-    """Beside the gradients there are those under way, a bucket each, and the flags."""
+    """Three buckets under way, and as many that the other rank, which has the same limit, has not read yet."""
+    bucket = 2 * 4096  # 33 * 32 * 4 bytes in whole pages
     for held in ranks(2, _bucket_bytes, timeout=40):
-        assert held <= 5 * (2 * 4096 + 4096)
-        assert held < 12 * 33 * 32 * 4
+        assert held <= 8 * bucket + 4096
+        assert held < 12 * bucket

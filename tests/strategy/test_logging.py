@@ -1,6 +1,7 @@
 """Logged values are the same on every rank, whoever logs them; with all ranks logging alike they are those of one process."""
 
 import time
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric
 
+from lightning_5d.logs import LogExchange
+from lightning_5d.logs.recording import merge, recording, replay
+from lightning_5d.logs.values import LoggedValues
 from tests.modules import TinyLM, loader
 from tests.ranks.failure import RankError
 from tests.ranks.pool import RankPool
@@ -175,7 +179,9 @@ class Grouped(TinyLM):
             pair = self.trainer.pair  # type: ignore[attr-defined]
             value = torch.tensor(1.0 + self.global_rank)
             self.log("pair", value, on_step=True, on_epoch=True, sync_dist=True, sync_dist_group=pair)
-        self.log("everyone", 1.0 * self.global_rank, sync_dist=True)
+            if self.global_rank < 2:
+                self.log("first", value, sync_dist=True, sync_dist_group=pair)
+        self.log("everyone", 1.0 * self.global_rank, sync_dist=True, prog_bar=self.global_rank == 0)
         return self.loss(batch)
 
 
@@ -197,6 +203,7 @@ def test_a_group_of_ones_own_is_the_mean_over_it(ranks: RankPool) -> None:
     assert [rank["pair_step"] for rank in found] == [1.5, 1.5, 3.0, 3.0]
     assert [rank["pair_epoch"] for rank in found] == [1.5, 1.5, 3.0, 3.0]
     assert [rank["everyone"] for rank in found] == [1.5] * 4
+    assert [rank.get("first") for rank in found] == [1.5, 1.5, None, None]
 
 
 class Unlike(TinyLM):
@@ -223,33 +230,40 @@ class Many(TinyLM):
         return self.loss(batch)
 
 
-def _counted(rank: int, many: bool) -> tuple[int, dict[str, float]]:
-    calls, all_reduce = 0, dist.all_reduce
+def _counted(rank: int, many: bool) -> tuple[int, int, dict[str, float]]:
+    counts = {"messages": 0, "all_reduce": 0}
 
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return all_reduce(tensor, *args, **kwargs)
+    def counting(name: str, function: Any) -> Any:
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
 
-    dist.all_reduce = counted
+        return counted
+
+    originals = LogExchange._send, dist.all_reduce
+    LogExchange._send = counting("messages", LogExchange._send)  # type: ignore[method-assign]
+    dist.all_reduce = counting("all_reduce", dist.all_reduce)
     try:
-        counts = []
+        found = []
         for steps in (10, 30):
-            calls = 0
+            counts.update(messages=0, all_reduce=0)
             trainer = zero(0, 2, max_steps=steps)
             trainer.fit(Many() if many else TinyLM(), loader(4 * 30))
-            counts.append(calls)
+            found.append(dict(counts))
     finally:
-        dist.all_reduce = all_reduce
-    return counts[1] - counts[0], plain(trainer.callback_metrics)
+        LogExchange._send, dist.all_reduce = originals  # type: ignore[method-assign]
+    messages, reductions = (found[1][name] - found[0][name] for name in counts)
+    return messages, reductions, plain(trainer.callback_metrics)
 
 
-def test_a_step_has_two_small_messages_however_many_keys_fit(ranks: RankPool) -> None:
-    few, _ = one_and_same(ranks(2, _counted, False, **TRAINER))
-    # Of each of the 20 steps: one message after the step, one at the batch's end, and the agreement of the gradients.
-    assert few == 20 * 3
-    many, metrics = one_and_same(ranks(2, _counted, True, **TRAINER))
-    assert many <= 20 * 5
+def test_a_step_has_two_small_messages_however_many_keys_there_are(ranks: RankPool) -> None:
+    messages, reductions, _ = one_and_same(ranks(2, _counted, False, **TRAINER))
+    assert messages == 20 * 2
+    assert reductions == 0, "ranks of one host need no collective"
+    messages, reductions, metrics = one_and_same(ranks(2, _counted, True, **TRAINER))
+    assert messages == 20 * 2
+    assert reductions == 20 * 2, "a message has no room for 100 keys: two sums take the rest"
     assert [metrics[f"key_{number}"] for number in range(100)] == [float(number) for number in range(100)]
 
 
@@ -296,3 +310,51 @@ def test_a_rank_that_stops_alone_stops_all_at_the_same_step(
     assert found[0][0] == found[1][0]
     assert found[0][0] in (steps, steps - 1)
     assert max(seconds for _, seconds in found) < 10
+
+
+class Leaves(TinyLM):
+    """Rank 1 leaves its epoch before the third batch."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+        return -1 if self.global_rank == 1 and batch_idx == 2 else None
+
+
+def _leaves(rank: int) -> None:
+    zero(0, 2).fit(Leaves(), loader(32))
+
+
+def test_a_rank_that_leaves_its_loop_is_told_where_the_others_are(ranks: RankPool) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks(2, _leaves, **TRAINER)
+    assert "rank 1 of 2 is at the end of an epoch (train, batch 3 of epoch 0)" in str(caught.value)
+    assert "of the others 1 at a training step" in str(caught.value)
+    assert time.monotonic() - started < 15
+
+
+def _logged(parts: list[tuple[Tensor, int]], in_parts: bool) -> dict[str, float]:
+    values = LoggedValues(training=True)
+
+    def step(batch: Tensor, size: int) -> None:
+        both = {"on_step": True, "on_epoch": True}
+        values.log("training_step", "mean", batch.mean(), batch_size=size, **both)
+        for name in ("sum", "max", "min"):
+            values.log("training_step", name, getattr(batch, name)(), reduce_fx=name, **both)
+
+    for _ in range(2):
+        if in_parts:
+            with recording(values) as calls:
+                for part, size in parts:
+                    step(part, size)
+            replay(values, merge(calls))
+        else:
+            step(torch.cat([part for part, _ in parts]), sum(size for _, size in parts))
+    return plain({**values.metrics(on_step=True)["log"], **values.metrics(on_step=False)["log"]})
+
+
+def test_a_step_recorded_in_parts_logs_what_the_whole_batch_does() -> None:
+    parts = [(torch.tensor([1.0, 5.0, 3.0]), 3), (torch.tensor([8.0]), 1)]
+    whole_batch = _logged(parts, in_parts=False)
+    assert whole_batch["mean_step"] == 17 / 4
+    assert whole_batch["sum_epoch"] == 34
+    assert _logged(parts, in_parts=True) == pytest.approx(whole_batch)

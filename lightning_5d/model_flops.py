@@ -1,0 +1,79 @@
+"""Floating-point operations that a model needs, whatever the run does besides: recomputation and communication do not count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import _CUDA_FLOPS, get_available_flops
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from typing_extensions import override
+
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts, under it, what a forward and its backward take; the backward need not run.
+
+    Each matrix product costs its own size again for each of its factors that needs a gradient, attention twice its own; so the
+    backward is counted from the forward, and what is run again in a backward is not (PaLM, arXiv:2204.02311, appendix B). Under
+    `torch.no_grad` only the forward counts.
+
+    Attributes:
+        total: Floating-point operations so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        forward = forward_flops(func, args, kwargs, out)
+        if forward:
+            self.total += forward * (1 + (backward_ratio(func, args) if torch.is_grad_enabled() else 0))
+        return out
+
+
+def forward_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of one call of an operation; 0 for those without a formula (elementwise ones)."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet is _CPU_ATTENTION:  # torch 2.13 has no formula for the CPU's kernel
+        query, key, value = args[:3]
+        return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def backward_ratio(func: Any, args: tuple[Any, ...]) -> int:
+    """The backward's floating-point operations as a multiple of the forward's."""
+    factors = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim >= 2]
+    needed = [factor for factor in factors[-2:] if factor.requires_grad]
+    if "attention" in func._schema.name:
+        # Four products of the size of the forward's two, less those of a query, key or value that needs none.
+        return 2 if any(factor.requires_grad for factor in factors[:3]) else 0
+    return len(needed)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The most that a device can do per second, from Lightning's table of devices; ``None`` where it has none.
+
+    Args:
+        device: The device.
+        dtype: The dtype of matrix products.
+    """
+    if device.type == "cpu":
+        return None
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device).lower()
+        if "h200" in name and "nvl" not in name:
+            # The H100's compute with other memory. Lightning 2.6.6 does not find it by the name the driver gives, and has
+            # the figures for sparse matrices. (Private; checked with that version.)
+            table = _CUDA_FLOPS["h100 sxm"]
+            fast = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+            return table.get("tfloat32" if fast else dtype)
+    return get_available_flops(device, dtype)

@@ -1,0 +1,28 @@
+"""What a schedule costs, in a line of words."""
+
+from __future__ import annotations
+
+from lightning_5d.pipeline_parallel.simulate import Simulation
+
+COLUMNS = ("schedule", "stages", "step time", "bubble", "of the step", "with barrier", "peak")
+"""What `summarize` gives: times in the unit of the durations, the bubble also as a share of the step (without and with a barrier
+after it), the most activations in microbatches of 1/ranks of the model."""
+
+
+def summarize(simulation: Simulation) -> tuple[str, ...]:
+    """The texts of `COLUMNS`; where ranks differ, that of the worst."""
+    schedule = simulation.schedule
+    return (
+        schedule.name,
+        str(schedule.stages),
+        number(simulation.period),
+        number(max(simulation.bubble)),
+        f"{simulation.bubble_ratio:.1%}",
+        f"{simulation.bubble_ratio_with_barrier:.1%}",
+        number(max(simulation.peak_activations)),
+    )
+
+
+def number(value: float) -> str:
+    """A number with at most two places after the point."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if abs(value) >= 0.005 else "0"
