@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as L
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
@@ -97,11 +98,12 @@ def data_ranks(trainer: L.Trainer) -> int:
 def _trainer(config: DictConfig) -> L.Trainer:
     callbacks = [callback for callback in build(config.callbacks).values() if callback is not None]
     settings, arguments = config.trainer, {"callbacks": callbacks}
-    if _is_fived(settings.strategy):
+    plugins = build(settings.plugins) if settings.get("plugins") else []
+    if _is_fived(settings.strategy) and not any(isinstance(plugin, Precision) for plugin in plugins):
         # The plugin itself: it has options, and of "16-mixed" Lightning would make bf16 on CPU.
-        plugins = settings.get("plugins")
-        arguments["plugins"] = [*(build(plugins) if plugins else ()), build(config.precision)]
-        settings = OmegaConf.masked_copy(settings, [key for key in settings if key not in ("precision", "plugins")])
+        arguments["plugins"] = [*plugins, build(config.precision)]
+        resolved: dict[str, Any] = OmegaConf.to_container(settings, resolve=True)  # type: ignore[assignment]
+        settings = OmegaConf.create({k: v for k, v in resolved.items() if k not in ("precision", "plugins")})
     trainer: L.Trainer = build(settings, **arguments)
     return trainer
 
