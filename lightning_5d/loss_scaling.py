@@ -132,7 +132,7 @@ class LossScaler:
         overflow = _multiply_and_check(local_gradients(scaled), 1.0 / self.scale)
         return not (_multiply_and_check(local_gradients(already), 1.0) or overflow)
 
-    def update(self, overflow: bool, waiting: Sequence[Tensor] = ()) -> None:
+    def update(self, overflow: bool, waiting: Iterable[Tensor] = ()) -> None:
         """Lets the scale shrink after an overflow, or count a good step and perhaps grow.
 
         Args:

@@ -81,6 +81,8 @@ class ModuleCasting:
         self._handles.clear()
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not kwargs and all(isinstance(arg, Tensor) and arg.dtype == self._dtype for arg in args):
+            return None  # as most calls inside a block
         return _apply_to_tensors(self._narrow, args), _apply_to_tensors(self._narrow, kwargs)
 
     def _narrow(self, tensor: Tensor) -> Tensor:

@@ -96,6 +96,8 @@ def _own_losses(rank: int, precision: str) -> list[tuple[dict[str, torch.dtype],
         data = [(torch.randn(2, 3), torch.full((2, 4), 1.0001))]
         trainer = fit(module, data, precision, stage)
         trainer.validate(module, DataLoader(data, batch_size=None), verbose=False)  # type: ignore[arg-type]
+        with trainer.strategy.unsharded(), torch.no_grad():
+            module.note(sampled=module(data[0][0]))
         found.append((module.dtypes, module.facts, float(trainer.callback_metrics.get("loss", 0.0))))
     return found
 
