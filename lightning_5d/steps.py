@@ -275,7 +275,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         else:
             self.skipped_steps.skipped(self._skip_reason, None if scaler is None else scaler.scale, index)
         if scaler is not None:
-            scaler.update(self.overflow, waiting=list(self.connected_module.parameters()))
+            scaler.update(self.overflow, waiting=self.connected_module.parameters())
 
     @contextmanager
     def _holding_schedules(self) -> Generator[None, None, None]:
@@ -377,9 +377,11 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
     def unsharded(self) -> Generator[None, None, None]:
         """A context in which the module's parameters are whole on every rank; all ranks enter it together.
 
-        For generation, export or inspection in callbacks: calling the module needs no communication inside.
+        For generation or inspection in callbacks: calling the module needs no communication inside. In mixed precision the
+        whole parameters are the 16-bit copies that modules compute from.
         """
         with ExitStack() as contexts:
+            contexts.enter_context(self.precision_plugin.forward_context())
             for applied in self.parallelized:
                 contexts.enter_context(applied.unsharded())
             yield
