@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,18 @@ def run_configured(command: str) -> int:
 
     # Hydra takes everything after the program's name for itself.
     program, arguments = sys.argv[0], sys.argv[2:]
-    sys.argv = [program, f"hydra/help={command}", *arguments, *_quiet_rank(os.environ)]
+    sys.argv = [program, *_with_overrides(arguments, [f"hydra/help={command}", *_quiet_rank(os.environ)])]
     jobs()
     return status
+
+
+def _with_overrides(arguments: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Puts overrides before the user's own, so that the user's win.
+
+    All of them have to stand together: Hydra reads a second group of them, behind an option such as ``--cfg job``, as a mistake.
+    """
+    first = next((i for i, word in enumerate(arguments) if "=" in word and not word.startswith("-")), 0)
+    return [*arguments[:first], *more, *arguments[first:]]
 
 
 def run_name(environ: Mapping[str, str]) -> str:

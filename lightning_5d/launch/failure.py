@@ -16,6 +16,7 @@ _LOST_PEER = (
     "remote process exited",
     "Socket Timeout",
     "Timed out waiting",
+    "of the data group is gone",
 )
 
 

@@ -1,6 +1,7 @@
 """Logged values are the same on every rank, whoever logs them; with all ranks logging alike they are those of one process."""
 
 import time
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric
 
+from lightning_5d.logs import LogExchange
 from lightning_5d.logs.recording import merge, recording, replay
 from lightning_5d.logs.values import LoggedValues
 from tests.modules import TinyLM, loader
@@ -228,33 +230,40 @@ class Many(TinyLM):
         return self.loss(batch)
 
 
-def _counted(rank: int, many: bool) -> tuple[int, dict[str, float]]:
-    calls, all_reduce = 0, dist.all_reduce
+def _counted(rank: int, many: bool) -> tuple[int, int, dict[str, float]]:
+    counts = {"messages": 0, "all_reduce": 0}
 
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return all_reduce(tensor, *args, **kwargs)
+    def counting(name: str, function: Any) -> Any:
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
 
-    dist.all_reduce = counted
+        return counted
+
+    originals = LogExchange._send, dist.all_reduce
+    LogExchange._send = counting("messages", LogExchange._send)  # type: ignore[method-assign]
+    dist.all_reduce = counting("all_reduce", dist.all_reduce)
     try:
-        counts = []
+        found = []
         for steps in (10, 30):
-            calls = 0
+            counts.update(messages=0, all_reduce=0)
             trainer = zero(0, 2, max_steps=steps)
             trainer.fit(Many() if many else TinyLM(), loader(4 * 30))
-            counts.append(calls)
+            found.append(dict(counts))
     finally:
-        dist.all_reduce = all_reduce
-    return counts[1] - counts[0], plain(trainer.callback_metrics)
+        LogExchange._send, dist.all_reduce = originals  # type: ignore[method-assign]
+    messages, reductions = (found[1][name] - found[0][name] for name in counts)
+    return messages, reductions, plain(trainer.callback_metrics)
 
 
-def test_a_step_has_two_small_messages_however_many_keys_fit(ranks: RankPool) -> None:
-    few, _ = one_and_same(ranks(2, _counted, False, **TRAINER))
-    # Of each of the 20 steps: one message after the step and one at the batch's end. (Gradients go through shared memory.)
-    assert few == 20 * 2
-    many, metrics = one_and_same(ranks(2, _counted, True, **TRAINER))
-    assert many <= 20 * 4
+def test_a_step_has_two_small_messages_however_many_keys_there_are(ranks: RankPool) -> None:
+    messages, reductions, _ = one_and_same(ranks(2, _counted, False, **TRAINER))
+    assert messages == 20 * 2
+    assert reductions == 0, "ranks of one host need no collective"
+    messages, reductions, metrics = one_and_same(ranks(2, _counted, True, **TRAINER))
+    assert messages == 20 * 2
+    assert reductions == 20 * 2, "a message has no room for 100 keys: two sums take the rest"
     assert [metrics[f"key_{number}"] for number in range(100)] == [float(number) for number in range(100)]
 
 
