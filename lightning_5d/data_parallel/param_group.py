@@ -195,10 +195,8 @@ class ExchangingParamGroup(RecordingParamGroup):
                 param.alloc_all_gather_outputs()
             wholes = tuple(param.all_gather_outputs[0] for param in self.fsdp_params)
             own = self._targets[transport.rank]
-            in_place = all(
-                param._sharded_param_data.data_ptr() == target.data_ptr()
-                for param, target in zip(self.fsdp_params, own, strict=True)
-            )
+            places = zip(self.fsdp_params, own, strict=True)
+            in_place = all(param._sharded_param_data.data_ptr() == target.data_ptr() for param, target in places)
             with torch.autograd._unsafe_preserve_version_counter(wholes):
                 for targets, part in zip(self._targets, parts, strict=True):
                     if not (in_place and targets is own):
@@ -319,6 +317,7 @@ class ExchangingParamGroup(RecordingParamGroup):
             self.record()
             self.reduce([None] * len(self.fsdp_params))
         self.reductions = 0
+        self.forget_uses()
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Starts reducing one gradient for each parameter (None: not used here, counts as zero)."""
@@ -428,8 +427,7 @@ def _keep() -> None:
 
 def _move_into(param: FSDPParam, target: torch.Tensor) -> None:
     """Makes a shard a part of the full parameter, which stays in memory anyway: one copy less to hold and to make."""
-    local = param.sharded_param._local_tensor  # type: ignore[attr-defined]
-    data = param._sharded_param_data
+    local, data = param.sharded_param._local_tensor, param._sharded_param_data  # type: ignore[attr-defined]
     if data.dtype != target.dtype or data.device != target.device or not local.is_contiguous() or not local.numel():
         return
     if local.untyped_storage().data_ptr() != data.untyped_storage().data_ptr():
