@@ -115,3 +115,11 @@ def test_fp16_scales_by_itself_and_others_only_when_asked() -> None:
     assert FiveDPrecision("16-true").scaler.scale == 32768.0
     assert FiveDPrecision("16-mixed", loss_scaling=None).scaler is None
     assert FiveDPrecision("bf16-mixed", loss_scaling=LossScaling(4.0)).scaler.scale == 4.0
+
+
+def test_the_strategy_may_bring_the_plugin() -> None:
+    from tests.trainers import quiet
+
+    trainer = quiet(strategy=FiveD(precision_plugin=FiveDPrecision("16-mixed")), devices=2)
+    assert trainer.precision == "16-mixed"
+    assert trainer.scaler is trainer.strategy.precision_plugin.scaler is not None
