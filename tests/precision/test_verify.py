@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_5d import FiveD, FiveDPrecision, LossScaling, ZeRO
 from lightning_5d.verify import Parity, verify
 from tests.modules import TinyLM, batches
-from tests.precision.reference import EPS
 from tests.ranks.failure import RankError
 from tests.ranks.pool import RankPool
 
@@ -28,8 +27,9 @@ PLUGINS = [
 
 class Fused(TinyLM):
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        fused = self.trainer.precision != "16-true"
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=EPS, fused=fused)
+        if self.trainer.precision == "16-true":  # where Adam's second moment underflows and its steps are chaotic
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 class Biased(Fused):
@@ -115,3 +115,11 @@ def test_fp16_scales_by_itself_and_others_only_when_asked() -> None:
     assert FiveDPrecision("16-true").scaler.scale == 32768.0
     assert FiveDPrecision("16-mixed", loss_scaling=None).scaler is None
     assert FiveDPrecision("bf16-mixed", loss_scaling=LossScaling(4.0)).scaler.scale == 4.0
+
+
+def test_the_strategy_may_bring_the_plugin() -> None:
+    from tests.trainers import quiet
+
+    trainer = quiet(strategy=FiveD(precision_plugin=FiveDPrecision("16-mixed")), devices=2)
+    assert trainer.precision == "16-mixed"
+    assert trainer.scaler is trainer.strategy.precision_plugin.scaler is not None
