@@ -50,8 +50,8 @@ def expected(precision: str, stage: int, ranks: int) -> dict[str, float]:
     if mixed:
         weights, masters = whole, sharded
     else:
-        # Stage 0 has one copy. Stages 1 and 2 hold the gathered weights beside the shard that the optimizer updates.
-        weights, masters = (kept, 0) if stage == 0 else (whole + sharded, 0)
+        # Stages 1 and 2 hold the gathered weights; the shard that the optimizer updates is a part of them.
+        weights, masters = max(whole, sharded), 0
     return dict(zip(STATES, (weights, masters, sharded, sharded, sharded), strict=True))
 
 

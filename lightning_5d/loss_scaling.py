@@ -108,7 +108,6 @@ class LossScaler:
         if kept:  # backward adds scaled gradients to them
             scale_gradients(kept, self.scale)
         self._unscaled.clear()
-        self._overflowed.clear()
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         return wide * self.scale
 
@@ -130,12 +129,10 @@ class LossScaler:
         scaled = [parameter for parameter in with_gradient if id(parameter) not in self._unscaled]
         already = [parameter for parameter in with_gradient if id(parameter) in self._unscaled]
         self._unscaled.update({id(parameter): parameter for parameter in scaled})
-        if _multiply_and_check(local_gradients(scaled), 1.0 / self.scale):
-            self._overflowed.update(map(id, scaled))
-        overflow = any(id(parameter) in self._overflowed for parameter in with_gradient)
+        overflow = _multiply_and_check(local_gradients(scaled), 1.0 / self.scale)
         return not (_multiply_and_check(local_gradients(already), 1.0) or overflow)
 
-    def update(self, overflow: bool, waiting: Sequence[Tensor] = ()) -> None:
+    def update(self, overflow: bool, waiting: Iterable[Tensor] = ()) -> None:
         """Lets the scale shrink after an overflow, or count a good step and perhaps grow.
 
         Args:
@@ -173,7 +170,6 @@ class LossScaler:
         self.growth_tracker = int(state["growth_tracker"])
         self.hysteresis_left = int(state.get("hysteresis_left", self.settings.hysteresis))
         self._unscaled.clear()
-        self._overflowed.clear()
 
 
 def _multiply_and_check(gradients: Sequence[Tensor], factor: float) -> bool:

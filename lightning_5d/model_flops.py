@@ -23,16 +23,20 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         total: Floating-point operations so far.
+        paused: Counts nothing while it is true.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
+        self.paused = False
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self.paused:
+            return out
         forward = forward_flops(func, args, kwargs, out)
         if forward:
             self.total += forward * (1 + (backward_ratio(func, args) if torch.is_grad_enabled() else 0))

@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors  # torch 2.13: what FSDP2 casts with; leaves caches as they are
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def keeps_full_precision(module: nn.Module) -> bool:
-    """Whether a module's own weights stay in fp32: normalization with running statistics, which are in fp32 too.
+    """Whether a module's own weights stay in fp32.
 
-    PyTorch's kernels take 16-bit inputs there, but weights of the statistics' dtype only.
+    Normalization with running statistics, which are fp32: PyTorch's kernels take 16-bit inputs there, but weights of the
+    statistics' dtype only. And what a parametrization (spectral norm, weight norm) makes a weight of.
     """
-    return isinstance(module, nn.modules.batchnorm._NormBase)
+    return isinstance(module, nn.modules.batchnorm._NormBase | ParametrizationList)
 
 
 class ModuleCasting:
@@ -79,6 +81,8 @@ class ModuleCasting:
         self._handles.clear()
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not kwargs and all(isinstance(arg, Tensor) and arg.dtype == self._dtype for arg in args):
+            return None  # as most calls inside a block
         return _apply_to_tensors(self._narrow, args), _apply_to_tensors(self._narrow, kwargs)
 
     def _narrow(self, tensor: Tensor) -> Tensor:

@@ -41,6 +41,19 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Dtypes:
+    """The dtypes that an axis which places weights has to provide for.
+
+    Attributes:
+        compute: Modules compute in this one, from copies of the weights; ``None`` for the weights' own.
+        reduce: Gradients are added up over ranks in this one; ``None`` for the one they come in.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
 class RunContext:
     """What is known about a run before any process is launched; plugins validate against it.
 
@@ -52,6 +65,7 @@ class RunContext:
         sizes: Size of every mesh axis, ``"auto"`` already resolved; axes that are not in use have size 1.
         module: The user's module where it is already known, else ``None``.
         plan: The plan given to `FiveD`, if any.
+        dtypes: What that precision asks of the axes.
     """
 
     world_size: int
@@ -61,19 +75,7 @@ class RunContext:
     sizes: dict[str, int]
     module: nn.Module | None = None
     plan: ParallelPlan | None = None
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """The dtypes that an axis which places weights has to provide for.
-
-    Attributes:
-        compute: Modules compute in this one, from copies of the weights; ``None`` for the weights' own.
-        reduce: Gradients are added up over ranks in this one; ``None`` for the one they come in.
-    """
-
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
+    dtypes: Dtypes = Dtypes()
 
 
 class Parallelism(ABC):

@@ -41,6 +41,7 @@ _DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 PRECISIONS = tuple(_DTYPES)
 """Lightning's precision strings that `FiveD` runs."""
 
+_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _STATE_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -58,7 +59,7 @@ class FiveDPrecision(Precision):
     "16-mixed")`` into ``bf16-mixed`` with a warning; give ``Trainer(plugins=FiveDPrecision("16-mixed"))`` there.
 
     Args:
-        precision: One of `PRECISIONS`.
+        precision: One of `PRECISIONS`, or Lightning's short words for them (``"bf16"``, 16, ``None`` for the default).
         loss_scaling: Settings of dynamic loss scaling, ``None`` for none; ``"auto"`` scales where modules compute in fp16.
         optimizer_state_dtype: Keeps the optimizers' states (momentum, variance) in this 16-bit dtype between steps. A step
             itself runs on fp32 copies of them.
@@ -73,12 +74,13 @@ class FiveDPrecision(Precision):
 
     def __init__(
         self,
-        precision: str = "32-true",
+        precision: str | int | None = "32-true",
         *,
         loss_scaling: LossScaling | Literal["auto"] | None = "auto",
         optimizer_state_dtype: torch.dtype | str | None = None,
         autocast: bool = False,
     ) -> None:
+        precision = "32-true" if precision is None else _ALIASES.get(str(precision), precision)
         state_dtype = (
             getattr(torch, optimizer_state_dtype, optimizer_state_dtype)
             if isinstance(optimizer_state_dtype, str)
@@ -86,7 +88,7 @@ class FiveDPrecision(Precision):
         )
         raise_problems(_problems(precision, loss_scaling, state_dtype, autocast))
         self.precision = precision  # type: ignore[assignment]
-        self.weights_dtype, self.compute_dtype = _DTYPES[precision]
+        self.weights_dtype, self.compute_dtype = _DTYPES[str(precision)]
         self.autocast = autocast
         self.optimizer_state_dtype: torch.dtype | None = state_dtype  # type: ignore[assignment]
         half = torch.float16 in (self.weights_dtype, self.compute_dtype)

@@ -64,13 +64,13 @@ def measure(run: Callable[[], Any], inputs: Sequence[Tensor], module: nn.Module)
     meter = _Meter()
     saved: dict[int, Tensor] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> None:
+        # Nothing goes into the graph: it is not gone through, and an operation's own result in it would never be freed.
         meter.last_save = meter.total
         if _storage(tensor) not in foreign:
             saved[_storage(tensor)] = tensor.detach()
-        return tensor
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), meter:
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing), meter:
         output = run()
     del output
     kept = {_storage(t): t for t in inputs if t.requires_grad}

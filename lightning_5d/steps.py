@@ -49,7 +49,6 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         self._skip_reason: str | None = None
         self._stepping = False
         self._summed_up = False
-        self._overflowed: set[Any] = set()
         self._accumulating = False
         self._window = LossWindow()
         self._weight: float | None = None
@@ -196,8 +195,6 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         scaler = self._scaler
         if scaler is not None:
             finite = scaler.unscale(self.precision_plugin.main_params(optimizer))
-            finite = finite and unwrapped(optimizer) not in self._overflowed
-            self._overflowed.discard(unwrapped(optimizer))
             # Over the world and not only over the ranks that share a parameter: a stage or an expert steps with the others.
             self.overflow = not finite if self.world_size == 1 else self.reduce_boolean_decision(not finite, all=False)
             if self.overflow:
@@ -208,14 +205,12 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         """Makes the gradients of an optimizer's parameters those that its step will use; before clipping, on every rank.
 
         In automatic steps they are by then. A manual step clips before `optimizer.step()`, when they still carry the loss scale.
-        What is not finite now is remembered: clipping by value would hide it from the check at the step.
         """
         if self._stepping:
             return
         self._sum_up()
-        scaler = self._scaler
-        if scaler is not None and not scaler.unscale(self.precision_plugin.main_params(optimizer)):
-            self._overflowed.add(unwrapped(optimizer))
+        if self._scaler is not None:
+            self._scaler.unscale(self.precision_plugin.main_params(optimizer))
 
     def _sum_up(self) -> None:
         """What axes still have to add to gradients, once after each backward."""
@@ -280,7 +275,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         else:
             self.skipped_steps.skipped(self._skip_reason, None if scaler is None else scaler.scale, index)
         if scaler is not None:
-            scaler.update(self.overflow, waiting=list(self.connected_module.parameters()))
+            scaler.update(self.overflow, waiting=self.connected_module.parameters())
 
     @contextmanager
     def _holding_schedules(self) -> Generator[None, None, None]:
@@ -382,9 +377,11 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
     def unsharded(self) -> Generator[None, None, None]:
         """A context in which the module's parameters are whole on every rank; all ranks enter it together.
 
-        For generation, export or inspection in callbacks: calling the module needs no communication inside.
+        For generation or inspection in callbacks: calling the module needs no communication inside. In mixed precision the
+        whole parameters are the 16-bit copies that modules compute from.
         """
         with ExitStack() as contexts:
+            contexts.enter_context(self.precision_plugin.forward_context())
             for applied in self.parallelized:
                 contexts.enter_context(applied.unsharded())
             yield

@@ -167,8 +167,14 @@ class FiveD(ParallelSteps):
     def _run_context(self, module: nn.Module | None = None) -> tuple[RunContext, list[Problem]]:
         world = self.num_nodes * self.num_processes
         sizes, problems = resolve_sizes(world, self.plugins)
-        precision = str(self.precision_plugin.precision)
-        return RunContext(world, self.num_nodes, self.root_device.type, precision, sizes, module, self._plan), problems
+        device, plugin = self.root_device.type, self.precision_plugin
+        precision, dtypes = str(plugin.precision), plugin.dtypes
+        return RunContext(world, self.num_nodes, device, precision, sizes, module, self._plan, dtypes), problems
+
+    @property
+    def plan(self) -> ParallelPlan | None:
+        """Where the module may be cut, if that was given."""
+        return self._plan
 
     @property
     def start_method(self) -> StartMethod:

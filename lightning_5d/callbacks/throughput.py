@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as L
@@ -83,7 +84,7 @@ class Throughput(L.Callback):
         self._unsettled: list[TrainedBatch] = []
         self._counted: dict[tuple[tuple[int, ...], ...], int] = {}
         self._counter: ModelFlops | None = None
-        self._counting = False
+        self._undo: Callable[[], None] | None = None
         self._begin()
 
     @override
@@ -132,20 +133,23 @@ class Throughput(L.Callback):
     ) -> None:
         """A batch has come."""
         self._start, self._ready, self._steps = Moment(self._device), None, trainer.global_step
-        # Not in the very first batch: under a memory budget blocks run once more in it, to be measured.
-        if self._may_count and self._number > 0 and len(self._counted) < _MOST_SHAPES:
-            self._counter = ModelFlops() if shapes(batch) not in self._counted else None
-            self._count(True)
+        # Not in the very first batch: selective recomputation runs blocks once more in it, to measure them.
+        new = self._number > 0 and len(self._counted) < _MOST_SHAPES and shapes(batch) not in self._counted
+        if self._may_count and new:
+            self._counter = ModelFlops()
+            self._undo = _count_in_step(pl_module, self._counter)
 
     @override
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """The forward is over: its backward is known from it."""
-        self._count(False)
+        """A backward inside a step, under manual optimization, is known from its forward."""
+        if self._counter is not None:
+            self._counter.paused = True
 
     @override
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Under manual optimization another forward may follow in the same step."""
-        self._count(not pl_module.automatic_optimization)
+        """Another forward may follow."""
+        if self._counter is not None:
+            self._counter.paused = False
 
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
@@ -155,8 +159,13 @@ class Throughput(L.Callback):
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Nothing may go on counting."""
-        self._count(False)
+        self._stop_counting()
         self._counter = None
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let go of what belongs to the device."""
+        self._begin()
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -168,7 +177,7 @@ class Throughput(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add the batch, and log if it is time."""
-        self._count(False)
+        self._stop_counting()
         if self._counter is not None:
             self._counted[shapes(batch)] = self._counter.total
         now = Moment(self._device)
@@ -194,14 +203,10 @@ class Throughput(L.Callback):
             for name, value in self._settle(pl_module.automatic_optimization).items():
                 pl_module.log(name, value, prog_bar=name == "tokens_per_second", rank_zero_only=True)
 
-    def _count(self, on: bool) -> None:
-        if self._counter is None or on == self._counting:
-            return
-        self._counting = on
-        if on:
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
-        else:
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    def _stop_counting(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
     def _flops(self, batch: Any) -> float | None:
         """Counted operations of a batch of these shapes; those of another one until it has been counted itself."""
@@ -258,6 +263,28 @@ class Throughput(L.Callback):
         if flops and self._peak:
             found["mfu"] = flops / seconds / (self._peak * self._world)
         return found
+
+
+def _count_in_step(module: L.LightningModule, counter: ModelFlops) -> Callable[[], None]:
+    """Counts in the next calls of `training_step`; returns what ends that.
+
+    Not from one hook to another: modes that other callbacks enter in hooks would be left in the wrong order.
+    """
+    step, own = module.training_step, module.__dict__.get("training_step")
+
+    @wraps(step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with counter:
+            return step(*args, **kwargs)
+
+    def stop() -> None:
+        if module.__dict__.get("training_step") is counted:
+            del module.__dict__["training_step"]
+            if own is not None:
+                module.__dict__["training_step"] = own
+
+    module.__dict__["training_step"] = counted
+    return stop
 
 
 def _compute_dtype(precision: str) -> torch.dtype:

@@ -11,8 +11,9 @@ from typing import Any
 import lightning.pytorch as L
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, MissingMandatoryValue
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
 from lightning_5d.data.corpus import Corpus
 from lightning_5d.mesh import DATA_AXES, resolve_sizes
@@ -96,5 +97,18 @@ def data_ranks(trainer: L.Trainer) -> int:
 
 def _trainer(config: DictConfig) -> L.Trainer:
     callbacks = [callback for callback in build(config.callbacks).values() if callback is not None]
-    trainer: L.Trainer = build(config.trainer, callbacks=callbacks)
+    settings, arguments = config.trainer, {"callbacks": callbacks}
+    plugins = build(settings.plugins) if settings.get("plugins") else []
+    if _is_fived(settings.strategy) and not any(isinstance(plugin, Precision) for plugin in plugins):
+        # The plugin itself: it has options, and of "16-mixed" Lightning would make bf16 on CPU.
+        arguments["plugins"] = [*plugins, build(config.precision)]
+        resolved: dict[str, Any] = OmegaConf.to_container(settings, resolve=True)  # type: ignore[assignment]
+        settings = OmegaConf.create({k: v for k, v in resolved.items() if k not in ("precision", "plugins")})
+    trainer: L.Trainer = build(settings, **arguments)
     return trainer
+
+
+def _is_fived(strategy: Any) -> bool:
+    if isinstance(strategy, DictConfig):
+        return isinstance(build(strategy), FiveD)
+    return isinstance(strategy, str) and strategy.startswith(FiveD.strategy_name)

@@ -39,7 +39,7 @@ def verify(config: DictConfig) -> bool:
         lambda: build(config.strategy),
         devices=trainer.devices,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
-        precision=trainer.precision,
+        precision=build(config.precision),
         gradient_clip_val=trainer.gradient_clip_val,
         accelerator=trainer.accelerator,
     )

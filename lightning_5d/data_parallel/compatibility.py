@@ -43,7 +43,9 @@ def sharded_optimizer_problems(optimizers: Iterable[Optimizer], stage: int) -> l
     return problems
 
 
-def module_problems(module: nn.Module, stage: int, ranks: int, callbacks: Sequence[Callback] = ()) -> list[Problem]:
+def module_problems(
+    module: nn.Module, stage: int, ranks: int, callbacks: Sequence[Callback] = (), *, cast: bool = False
+) -> list[Problem]:
     """Parts of a module that would train to other numbers than in one process, or not at all.
 
     Args:
@@ -51,33 +53,36 @@ def module_problems(module: nn.Module, stage: int, ranks: int, callbacks: Sequen
         stage: The ZeRO stage.
         ranks: Number of data ranks.
         callbacks: The Trainer's.
+        cast: Whether modules compute from 16-bit copies of the weights.
     """
     problems = []
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         fix = "Run the module once on a small batch in `setup` or `configure_model`, or give its layers their sizes."
         problems.append(Problem(f"Parameters of lazy modules have no shape yet: {_listed(lazy)}.", fix))
-    if ranks == 1:
+    if ranks == 1 and not cast:
         return problems
     for name, child in module.named_modules():
         if not isinstance(child, nn.Embedding | nn.EmbeddingBag):
             continue
         if child.sparse:
             problems.append(Problem(f"{name} makes sparse gradients, which are not reduced.", "Use sparse=False."))
-        if child.max_norm is not None:
+        if child.max_norm is not None and ranks > 1:
             what = f"{name} has max_norm={child.max_norm}: its forward changes the weight by each rank's own batch."
             fix = "Normalize the rows in forward, or limit the weight in `on_train_batch_end`, the same on all ranks."
             problems.append(Problem(what, fix))
-    if stage > 0:
+    if stage > 0 or cast:
+        why = f"ZeRO stage {stage} shards them" if stage > 0 else "mixed precision puts copies in their place"
+        instead = "FiveDPrecision(..., autocast=True) and ZeRO(stage=0)" if cast else "ZeRO(stage=0)"
         hooked = list(_hooked(module))
         if hooked:
-            what = f"Hooks on these parameters would be lost when ZeRO stage {stage} shards them: {_listed(hooked)}."
-            fix = "Change gradients in `on_before_optimizer_step`, or use ZeRO(stage=0)."
+            what = f"Hooks on these parameters would be lost when {why}: {_listed(hooked)}."
+            fix = f"Change gradients in `on_before_optimizer_step`, or use {instead}."
             problems.append(Problem(what, fix))
         for callback in callbacks:
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-                what = f"{type(callback).__name__} averages whole parameters, and ZeRO stage {stage} shards them."
-                problems.append(Problem(what, "Use ZeRO(stage=0) with it."))
+                what = f"{type(callback).__name__} averages whole parameters, and {why}."
+                problems.append(Problem(what, f"Use {instead} with it."))
     return problems
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -24,6 +24,7 @@ from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.param_group import RecordingParamGroup, adopt, state_of
 from lightning_5d.data_parallel.reducer import GradientReducer
 from lightning_5d.data_parallel.scalars import ScalarParams
+from lightning_5d.data_parallel.shown_gradients import ShownGradients
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
 from lightning_5d.data_parallel.transports import open_transport
@@ -152,7 +153,7 @@ class ShardedEngine(Engine):
         self._last = self._complete = True
         self._depth = 0
         self._held = False
-        self._shown: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
+        self.shown = ShownGradients(self.groups, scalars)
         for state in states[1:]:
             # A block that is called before the root must not become a root of its own.
             state._lazy_init = self._root._lazy_init
@@ -274,40 +275,6 @@ class ShardedEngine(Engine):
         """Gives full parameters that exist the `requires_grad` of their sharded ones, outside the usual gather."""
         for group in self.groups:
             group.mirror_requires_grad()
-
-    def show_gradients(self) -> None:
-        """Lets full parameters that are in the module again after a backward carry its gradients, which are the shards'.
-
-        Between backward and step a user may look for them there: to clip with torch's functions, to log.
-        """
-        pairs = [
-            (param._unsharded_param, param.sharded_param)
-            for group in self.groups
-            if group.is_unsharded
-            for param in group.fsdp_params
-        ]
-        pairs += self._scalars.pairs() if self._scalars is not None else []
-        for full, sharded in pairs:
-            if sharded.grad is not None and full.grad is None:
-                # Checked with torch 2.13: its dtype may be another one than that of the parameter.
-                full.grad_dtype = None
-                full.grad = sharded.grad
-                self._shown.append((full, sharded, sharded.grad))
-
-    def take_gradients(self, *, hide: bool) -> None:
-        """Hands gradients that were replaced, rather than changed, while shown to the shards.
-
-        Args:
-            hide: End the show; backward would add to what it finds in full parameters.
-        """
-        for full, sharded, grad in self._shown:
-            if full.grad is not grad:
-                sharded.grad = full.grad
-            if hide:
-                full.grad = None
-                full.grad_dtype = full.dtype
-        if hide:
-            self._shown.clear()
 
     def _wrap_root_hooks(self) -> None:
         # Both as hooks of the root and when called directly, around something else than the root's forward.

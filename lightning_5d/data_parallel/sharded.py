@@ -154,11 +154,11 @@ class ShardedData(Parallelized):
         if self._in_step and not self._open and self._root_holds_parameters:
             self._enter((), {})
             if isinstance(self.engine, ShardedEngine):
-                self.engine.show_gradients()
+                self.engine.shown.show()
 
     def _take_gradients(self, *, hide: bool) -> None:
         if isinstance(self.engine, ShardedEngine):
-            self.engine.take_gradients(hide=hide)
+            self.engine.shown.take(hide=hide)
 
     def _leave(self, output: Any) -> Any:
         self._open = False

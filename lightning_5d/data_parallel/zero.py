@@ -92,7 +92,9 @@ class ZeRO(Parallelism):
 
             ranks = math.prod(context.sizes[axis] for axis in DATA_AXES)
             trainer = getattr(context.module, "_trainer", None)
-            problems += module_problems(context.module, self.stage, ranks, getattr(trainer, "callbacks", ()))
+            callbacks = getattr(trainer, "callbacks", ())
+            cast = context.dtypes.compute is not None
+            problems += module_problems(context.module, self.stage, ranks, callbacks, cast=cast)
         return problems
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:

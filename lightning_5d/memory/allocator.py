@@ -26,6 +26,8 @@ class Allocator:
     def __init__(self, device: torch.device, snapshot: bool) -> None:
         self._device = device if device.type == "cuda" else None
         self._snapshot = snapshot and self._device is not None
+        if self._device is not None:
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # statistics cannot be reset before
         if self._snapshot:
             # Private names, the documented way to a snapshot (checked with torch 2.13).
             torch.cuda.memory._record_memory_history(max_entries=_HISTORY)

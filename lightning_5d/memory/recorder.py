@@ -49,6 +49,7 @@ class MemoryRecorder:
         self._segments: list[Segment] = []
         self._hooks: dict[int, tuple[Tensor, RemovableHandle]] = {}
         self._log = StorageLog(device.type)
+        self._timeline.start(pools())
         self._log.start()
         self._recording, self._removed = True, False
 

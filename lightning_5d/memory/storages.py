@@ -19,6 +19,9 @@ from typing_extensions import override
 
 from lightning_5d.memory.categories import stronger
 
+BEFORE = -1
+"""The number that stands for what came before the first phase."""
+
 _running: weakref.WeakSet[StorageLog] = weakref.WeakSet()
 
 
@@ -39,7 +42,7 @@ class Piece:
     Attributes:
         address: Where it lies.
         nbytes: Its present size.
-        phase: The number of the phase in which it appeared; -1 if it was there before recording.
+        phase: The number of the phase in which it appeared; `BEFORE` if it was there before recording.
         graph: Whether gradients were enabled when it appeared, so that the autograd graph may hold it.
         category: Who holds it, once somebody has claimed it.
         collective: Whether a collective has read or written it.
@@ -92,7 +95,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
-        self.phase = -1
+        self.phase = BEFORE
         self.changes: list[Change] = []
         self._pieces: dict[int, tuple[Piece, weakref.ref[torch.UntypedStorage]]] = {}
         self._on = self._entered = False

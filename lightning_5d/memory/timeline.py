@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_5d.memory.categories import ACTIVATIONS, COMMUNICATION, ELSEWHERE, OTHER
 from lightning_5d.memory.record import Bytes, Phase, Point
-from lightning_5d.memory.storages import Change, Piece
+from lightning_5d.memory.storages import BEFORE, Change, Piece
 
 
 @dataclass
@@ -70,6 +70,11 @@ class Timeline:
         self._pools: dict[int, int] = {}
         self._counted: dict[Piece, str] = {}
 
+    def start(self, pools: Mapping[int, int]) -> None:
+        """Takes in the memory that exchanges have kept since before the first phase; see `add`."""
+        for address, nbytes in pools.items():
+            self._open(address, nbytes)
+
     def add(
         self, segments: Sequence[Segment], changes: Sequence[Change], pools: Mapping[int, int]
     ) -> tuple[list[Phase], list[Point]]:
@@ -92,6 +97,9 @@ class Timeline:
                 self._move(piece, after, piece.counted)
         by_phase: dict[int, list[Change]] = {}
         for change in changes:
+            if change.phase == BEFORE:
+                self._apply(change, pools)
+                continue
             by_phase.setdefault(max(change.phase, segments[0].number), []).append(change)
         phases, points = [], []
         for segment in segments:

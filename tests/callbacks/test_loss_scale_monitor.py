@@ -256,7 +256,7 @@ def _by_hand(rank: int, stage: int, world: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "world"), [(1, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "world"), [(1, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
 def test_08_a_manual_step_clips_true_gradients_and_hides_no_overflow(ranks: RankPool, stage: int, world: int) -> None:
     for by_norm, by_value in ranks(world, _by_hand, stage, world, **TRAINER):
         assert by_norm[:2] == pytest.approx([1.0, 1.0], rel=1e-5)

@@ -1,5 +1,6 @@
 """Speeds are exact in time, tokens and operations. Time is a clock of the test's own."""
 
+import pickle
 from typing import Any
 
 import lightning.pytorch as L
@@ -113,6 +114,7 @@ def test_padding_does_not_count(clock: Clock, masked: bool, tokens: int) -> None
     callback = Throughput()
     found = fit(Timed(clock), data, callback)
     assert found["tokens_per_second"] / found["samples_per_second"] == pytest.approx(tokens / 4)
+    assert pickle.loads(pickle.dumps(callback)).totals == callback.totals  # goes to processes that a Trainer starts
     assert callback.totals["tokens"] == tokens + 16
     assert callback.totals["samples"] == 6
 
@@ -245,6 +247,30 @@ def test_manual_steps_have_no_parts_and_all_their_operations(clock: Clock) -> No
     assert found["tokens_per_second"] == pytest.approx(8 / (2 * 0.07 + 0.001))
     assert callback.totals["model_flops"] == 3 * 2 * operations(1, 8)
     assert not _get_current_dispatch_mode_stack()
+
+
+class Crossing(L.Callback):
+    """Another callback's mode, entered and left in hooks."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.mode = ModelFlops()
+        self.mode.__enter__()
+
+    def on_before_backward(self, *_: Any) -> None:
+        assert _get_current_dispatch_mode_stack() == [self.mode]
+        self.mode.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_counting_does_not_cross_modes_of_other_callbacks(clock: Clock, first: bool) -> None:
+    callback, other = Throughput(), Crossing()
+    module = Timed(clock)
+    quiet(callbacks=[callback, other] if first else [other, callback]).fit(
+        module, DataLoader(Rows([8] * 4, clock), batch_size=1)
+    )
+    assert callback.totals["model_flops"] == 3 * operations(1, 8)
+    assert other.mode.total == operations(1, 8)
+    assert "training_step" not in module.__dict__
 
 
 class Failing(Timed):

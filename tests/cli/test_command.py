@@ -182,3 +182,42 @@ def test_activation_checkpointing_is_an_option_of_each_zero_stage(composed):
         config = composed(f"strategy={name}", f"strategy.activation_checkpointing={given}")
         plugins = build(OmegaConf.create(config).strategy).plugins
         assert [plugin for plugin in plugins if isinstance(plugin, ActivationCheckpointing)] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "precision", "scale"),
+    [
+        ((), "32-true", None),
+        (("trainer.precision=16-mixed",), "16-mixed", 65536.0),
+        (
+            ("trainer.precision=16-mixed", "precision=loss_scaling", "precision.loss_scaling.init_scale=8"),
+            "16-mixed",
+            8.0,
+        ),
+        (("recipe=zero1_memory_chart",), "16-mixed", 2.5e6),
+        (("trainer.precision=bf16", "strategy=zero3", "precision.autocast=true"), "bf16-mixed", None),
+    ],
+)
+def test_the_precision_plugin_itself_is_handed_over(composed, overrides, precision, scale):
+    from lightning_5d import FiveDPrecision
+    from lightning_5d.cli.build import _trainer
+
+    config = OmegaConf.create(composed("callbacks=default", "logger=none", "output_dir=.", *overrides))
+    config.callbacks = {}
+    plugin = _trainer(config).precision_plugin
+    assert isinstance(plugin, FiveDPrecision)
+    assert plugin.precision == precision
+    assert (plugin.scaler and plugin.scaler.scale) == scale
+
+
+def test_strategies_of_lightnings_own_get_its_precision_plugin(composed):
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    from lightning_5d.cli.build import _trainer
+
+    overrides = ("logger=none", "output_dir=.", "strategy=single", "trainer.precision=bf16-mixed")
+    config = OmegaConf.create(composed(*overrides))
+    config.callbacks = {}
+    plugin = _trainer(config).precision_plugin
+    assert type(plugin) is MixedPrecision
+    assert plugin.precision == "bf16-mixed"

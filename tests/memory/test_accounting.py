@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_5d.memory.categories import ACTIVATIONS, COMMUNICATION, GRADIENTS, OTHER, WEIGHTS
 from lightning_5d.memory.recorder import MemoryRecorder
-from lightning_5d.memory.storages import Change, Piece
+from lightning_5d.memory.storages import BEFORE, Change, Piece
 from lightning_5d.memory.timeline import Segment, Timeline
 
 MIB = 2**20
@@ -95,7 +95,7 @@ def test_what_was_there_before_counts_and_garbage_does_not():
     recorder = MemoryRecorder(torch.device("cpu"), lambda: [(WEIGHTS, before)])
     recorder.begin("between", 0, 0)
     recorder.stop()
-    assert recorder.record.phases[0].end[WEIGHTS] == MIB
+    assert recorder.record.phases[0].start[WEIGHTS] == recorder.record.phases[0].end[WEIGHTS] == MIB
     alive = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         for tensor in gc.get_objects()
@@ -230,6 +230,16 @@ def test_a_pool_counts_as_communication_and_as_what_it_is_lent_to():
     )
     assert backward.end == {GRADIENTS: 100, COMMUNICATION: 0}
     assert forward.end == {GRADIENTS: 0, COMMUNICATION: 150}
+
+
+def test_a_pool_from_before_the_recording_is_there_from_the_first_moment():
+    timeline = Timeline(0.0)
+    timeline.start({4096: 100, 8192: 50})
+    loan = Piece(address=4096, nbytes=100, phase=BEFORE, graph=False, category=GRADIENTS)
+    (phase,), _ = timeline.add(
+        [_segment(0, "gather", 0, 2)], [Change(0.0, BEFORE, loan, 100, born=True)], {4096: 100, 8192: 50}
+    )
+    assert phase.start == phase.end == {GRADIENTS: 100, COMMUNICATION: 50}
 
 
 def test_a_claim_in_a_later_part_moves_what_was_counted_before():

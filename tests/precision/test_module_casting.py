@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -95,6 +96,8 @@ def _own_losses(rank: int, precision: str) -> list[tuple[dict[str, torch.dtype],
         data = [(torch.randn(2, 3), torch.full((2, 4), 1.0001))]
         trainer = fit(module, data, precision, stage)
         trainer.validate(module, DataLoader(data, batch_size=None), verbose=False)  # type: ignore[arg-type]
+        with trainer.strategy.unsharded(), torch.no_grad():
+            module.note(sampled=module(data[0][0]))
         found.append((module.dtypes, module.facts, float(trainer.callback_metrics.get("loss", 0.0))))
     return found
 
@@ -109,15 +112,22 @@ def test_losses_are_fp32_whatever_the_step_computes_them_from(ranks: RankPool, p
 
 
 class Normalized(Noted):
-    """Batch normalization keeps its statistics in fp32, and so its weights."""
+    """Batch normalization keeps its statistics in fp32, and so its weights; spectral norm its vectors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+        last = weight_norm(spectral_norm(nn.Linear(16, 2)), "bias", dim=None)
+        self.net = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), last)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         output = self.net(batch)
-        self.note(convolution=self.net[0].weight, normalization=self.net[1].weight, statistics=self.net[1].running_mean)
+        made_of = self.net[4].parametrizations.weight.original
+        self.note(
+            parametrized=made_of,
+            convolution=self.net[0].weight,
+            normalization=self.net[1].weight,
+            statistics=self.net[1].running_mean,
+        )
         return output.pow(2).mean()
 
 
@@ -137,12 +147,13 @@ def _normalized(rank: int, precision: str, ranks: int) -> list[tuple[dict[str, t
 
 
 @HALF
-def test_batch_normalization_stays_in_fp32(ranks: RankPool, precision: str) -> None:
+def test_batch_normalization_and_parametrizations_stay_in_fp32(ranks: RankPool, precision: str) -> None:
     right = ranks(1, _normalized, "32-true", 1, **TRAINER)[0][0][1]
     for world in (1, 2):
         for dtypes, weights in ranks(world, _normalized, precision, world, **TRAINER)[0]:
             assert dtypes == {
                 "convolution": MIXED[precision],
+                "parametrized": torch.float32,
                 "normalization": torch.float32,
                 "statistics": torch.float32,
             }

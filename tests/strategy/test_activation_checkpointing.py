@@ -342,8 +342,9 @@ class Live(TorchDispatchMode):
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return out
 
-    def now(self) -> int:
-        gc.collect()
+    def now(self, collect: bool = True) -> int:
+        if collect:
+            gc.collect()
         return sum(size for reference, size in self._made.values() if not reference.expired())
 
 
@@ -384,6 +385,22 @@ def test_saved_bytes_are_those_of_the_formula(
 ) -> None:
     expected = config.num_layers * block_activation_bytes(config, batch, tokens, 4, recomputed)
     assert held_by_blocks(Decoder(config), mode, batch, tokens) == expected
+
+
+@pytest.mark.parametrize("mode", [None, *MODES], ids=lambda mode: mode and mode.mode)
+def test_a_step_leaves_nothing_behind_not_even_the_first_one(mode: ActivationCheckpointing | None) -> None:
+    decoder = Decoder(DECODERS[1])
+    apply(decoder, mode)
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    gradients = sum(parameter.numel() * 4 for parameter in decoder.parameters())
+    gc.collect()
+    gc.disable()  # large memory should not wait for it
+    try:
+        with Live(decoder) as live:
+            decoder(ids).sum().backward()
+            assert live.now(collect=False) == gradients
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.75, 1.0])

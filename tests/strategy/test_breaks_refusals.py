@@ -83,6 +83,9 @@ def test_hooks_that_sharding_would_lose_are_named() -> None:
     (problem,) = module_problems(module, stage=1, ranks=2)
     assert "stage 1 shards them: weight, bias" in str(problem)
     assert module_problems(module, stage=0, ranks=2) == []
+    (problem,) = module_problems(module, stage=0, ranks=1, cast=True)
+    assert "mixed precision puts copies in their place" in problem.what
+    assert "autocast=True" in problem.fix
 
 
 @pytest.mark.parametrize("callback", [WeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1)])
