@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import os
 import socket
 import sys
@@ -150,6 +151,7 @@ def main() -> None:
     chosen = tuple(part.strip() for part in arguments.only.split(","))
     with torch.device("meta"):
         parameters = sum(p.numel() * 4 for p in Decoder(SIZES[arguments.size]).parameters()) / (1 << 20)
+    gc.freeze()  # a collection in a rank would write to every page of what was imported here, and so make it the rank's own
     print(f"{arguments.size}: {parameters:.0f} MiB of parameters, {RANKS} ranks; MiB of one rank")
     print(f"{'':32}{'in use':>8}{'set size':>10}{'below DDP':>11}{'table':>8}")
     reference: float | None = None
