@@ -26,13 +26,20 @@ class OneBigBatch(SingleDeviceStrategy):
         device: Where it runs.
         compute: Modules compute in this dtype, from a copy of all weights for each microbatch; ``None`` for the weights' own.
         plan: Where the verified strategy cuts, found by itself if ``None``: blocks cast their inputs.
+        ranks: Data ranks of the verified strategy. There each microbatch's gradients are in 16 bits before they are divided by
+            it, so they are here, or other values would overflow.
     """
 
     def __init__(
-        self, device: torch.device, compute: torch.dtype | None = None, plan: ParallelPlan | None = None
+        self,
+        device: torch.device,
+        compute: torch.dtype | None = None,
+        plan: ParallelPlan | None = None,
+        ranks: int = 1,
     ) -> None:
         super().__init__(device)
         self._plan = plan
+        self._ranks = ranks
         self._compute = compute
         self._casting: ModuleCasting | None = None
 
@@ -43,6 +50,9 @@ class OneBigBatch(SingleDeviceStrategy):
             plan = find_plan(module, self._plan)
             blocks = [module.get_submodule(name) for name in plan.block_names(module)]
             self._casting = ModuleCasting(module, blocks, self._compute)
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient: gradient / self._ranks)  # type: ignore[no-untyped-call]
         super().setup(trainer)
 
     @override
@@ -60,7 +70,10 @@ class OneBigBatch(SingleDeviceStrategy):
                 output = module.training_step(microbatch, *rest, **kwargs)
             weight = weight_of(output)
             if weight != 0.0:
-                losses.append(output["loss"] if isinstance(output, Mapping) else output)
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                if self._compute is not None and loss.requires_grad:
+                    loss.register_hook(lambda gradient: gradient * self._ranks)
+                losses.append(loss)
                 weights.append(1.0 if weight is None else weight)
         total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
         return total / sum(weights)

@@ -195,7 +195,8 @@ def verify(
     plugin = FiveDPrecision(precision) if isinstance(precision, str) else precision
     common: dict[str, Any] = {"accelerator": accelerator, "gradient_clip_val": gradient_clip_val}
     with tempfile.TemporaryDirectory() as folder:
-        expected = _run_reference(copy.deepcopy(module), batches, per_step, common, plugin, made.plan)
+        ranks = per_step // accumulate_grad_batches
+        expected = _run_reference(copy.deepcopy(module), batches, per_step, common, plugin, made.plan, ranks)
         common["plugins"] = plugin
         found = _run_strategy(
             copy.deepcopy(module), batches, made, devices, accumulate_grad_batches, common, Path(folder)
@@ -413,6 +414,7 @@ def _run_reference(
     common: Mapping[str, Any],
     plugin: FiveDPrecision,
     plan: ParallelPlan | None,
+    ranks: int,
 ) -> Recording:
     steps = [list(batches[i : i + per_step]) for i in range(0, len(batches), per_step)]
     recorder = _Recorder()
@@ -420,7 +422,7 @@ def _run_reference(
     device = torch.device("cpu") if found is None else torch.device(found.type, 0)
     trainer = _trainer(
         common,
-        strategy=OneBigBatch(device, plugin.dtypes.compute, plan),
+        strategy=OneBigBatch(device, plugin.dtypes.compute, plan, ranks),
         devices=1,
         callbacks=[recorder],
         **reference_precision(plugin, device),

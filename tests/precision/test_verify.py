@@ -37,7 +37,9 @@ class Biased(Fused):
         return super().training_step(batch, batch_idx) * (1.0 + 0.1 * self.global_rank)
 
 
-def _parities(rank: int, stage: int, plugins: list[FiveDPrecision], kind: type[TinyLM] = Fused) -> list[Parity]:
+def _parities(
+    rank: int, stage: int, plugins: list[FiveDPrecision], kind: type[TinyLM] = Fused, accumulate: int = 2
+) -> list[Parity]:
     torch.set_num_threads(1)
     data = batches(12)
     return [
@@ -45,7 +47,7 @@ def _parities(rank: int, stage: int, plugins: list[FiveDPrecision], kind: type[T
             kind(),
             data,
             FiveD(ZeRO(stage=stage)),
-            accumulate_grad_batches=2,
+            accumulate_grad_batches=accumulate,
             precision=copy.deepcopy(plugin),
             gradient_clip_val=0.5,
         )
@@ -75,6 +77,19 @@ def test_steps_that_overflow_are_named_and_the_others_compared(ranks: RankPool) 
     endless = FiveDPrecision("16-mixed", loss_scaling=LossScaling(2.0**40))
     with pytest.raises(RankError, match="All 3 steps overflowed"):
         ranks(2, _parities, 1, [endless], **SEPARATE)
+
+
+class Tied(TinyLM):
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+
+
+def test_a_step_at_the_edge_of_fp16_overflows_on_both_sides_or_on_none(ranks: RankPool) -> None:
+    # The tied gradient is 0.95 x 65536 after the mean over the ranks, and more than fp16 holds before it.
+    for stage in (0, 3):
+        (result,) = ranks(2, _parities, stage, [FiveDPrecision("16-mixed")], Tied, 1, **SEPARATE)[0]
+        assert result.passed, f"\n{result}"
+        assert "step 0 overflowed on both sides" in result.notes[0]
 
 
 def test_a_precision_of_lightnings_is_taken_over_with_its_scaler(tmp_path: Path) -> None:
