@@ -125,6 +125,7 @@ class Supervisor:
             return
         self._stopped.set()
         self._thread.join(2 * _POLL_SECONDS)
+        self._waiting = None  # it knows the Trainer, which need not live as long as the job
         if self._first is None and self._store is not None:
             with contextlib.suppress(Exception):
                 self._store.set(f"done/{self._rank}", "1")
