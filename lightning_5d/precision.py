@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -118,6 +119,12 @@ class FiveDPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        if self._strategy is None:
+            # Another strategy would scale the loss and never divide the gradients.
+            raise MisconfigurationException(
+                f'FiveDPrecision("{self.precision}") works under FiveD only, and this Trainer has another strategy. Give'
+                f' Trainer(strategy=FiveD(...)), or precision="{self.precision}" in place of the plugin.'
+            )
         if self.compute_dtype is not None:
             # Masters are fp32 whatever dtype the weights came in (a pretrained model in bf16, say).
             convert = partial(_to_dtype, dtype=self.weights_dtype, only=_STATE_DTYPES)
@@ -359,7 +366,7 @@ def fived_precision(plugin: Precision) -> tuple[FiveDPrecision, list[Problem]]:
 
 def _problems(precision: Any, loss_scaling: Any, state_dtype: Any, autocast: Any) -> list[Problem]:
     problems = []
-    if precision not in _DTYPES:
+    if not isinstance(precision, str) or precision not in _DTYPES:
         what = f"precision={precision!r} is not available under FiveD."
         problems.append(Problem(what, f"Use one of {', '.join(PRECISIONS)}."))
     elif autocast and _DTYPES[precision][1] is None:

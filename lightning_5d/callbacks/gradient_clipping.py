@@ -328,7 +328,18 @@ class GradientClipping(L.Callback):
         return f"GradientClipping({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
 
     def _problems(self) -> list[str]:
-        problems = []
+        numbers = {name: getattr(self, name) for name in ("max_norm", "warmup_from", "quantile", "skip_spikes")}
+        problems = [
+            f"{name}={value!r} is not a number"
+            for name, value in numbers.items()
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float))
+        ]
+        for name in ("warmup_steps", "max_skips_in_a_row", "window", "min_history"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                problems.append(f"{name}={value!r} is not a whole number")
+        if problems:
+            return problems
         if self.max_norm is not None and not self.max_norm > 0:
             problems.append(f"max_norm={self.max_norm} is not positive (leave it out for no limit)")
         if not self.norm_type > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def build_run(config: DictConfig) -> Run:
 
     data = attempt(lambda: build(config.data))
     model = attempt(lambda: build(config.model))
-    trainer = attempt(lambda: _trainer(config))
+    trainer = attempt(lambda: _trainer(config, attempt))
     attempt(lambda: _check_checkpoint(config.ckpt_path))
     if isinstance(data, Corpus):
         attempt(lambda: data.check(data_ranks(trainer) if trainer is not None else 1))
@@ -95,13 +96,15 @@ def data_ranks(trainer: L.Trainer) -> int:
     return math.prod(sizes[axis] for axis in DATA_AXES)
 
 
-def _trainer(config: DictConfig) -> L.Trainer:
-    callbacks = [callback for callback in build(config.callbacks).values() if callback is not None]
-    settings, arguments = config.trainer, {"callbacks": callbacks}
+def _trainer(config: DictConfig, attempt: Callable[[Callable[[], Any]], Any]) -> L.Trainer:
+    """The Trainer; what is wrong with a callback or the precision is noted by `attempt`, and the others are looked at as well."""
+    made = [attempt(partial(build, group)) for group in config.callbacks.values() if group is not None]
+    settings, arguments = config.trainer, {"callbacks": [callback for callback in made if callback is not None]}
     plugins = build(settings.plugins) if settings.get("plugins") else []
     if _is_fived(settings.strategy) and not any(isinstance(plugin, Precision) for plugin in plugins):
         # The plugin itself: it has options, and of "16-mixed" Lightning would make bf16 on CPU.
-        arguments["plugins"] = [*plugins, build(config.precision)]
+        precision = attempt(lambda: build(config.precision))
+        arguments["plugins"] = plugins if precision is None else [*plugins, precision]
         resolved: dict[str, Any] = OmegaConf.to_container(settings, resolve=True)  # type: ignore[assignment]
         settings = OmegaConf.create({k: v for k, v in resolved.items() if k not in ("precision", "plugins")})
     trainer: L.Trainer = build(settings, **arguments)

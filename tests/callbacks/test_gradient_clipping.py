@@ -302,6 +302,8 @@ def test_settings_that_do_not_go_together_are_listed() -> None:
         GradientClipping(-1.0, warmup_steps=5, quantile=1.5, skip_spikes=0.0, window=5, groups="head")
     for part in ("max_norm=-1.0", "warmup_from=None", "quantile=1.5", "skip_spikes=0.0", "min_history=10", '["head"]'):
         assert part in str(error.value)
+    with pytest.raises(ValueError, match=r"max_norm='abc' is not a number; window=2.5 is not a whole number"):
+        GradientClipping("abc", window=2.5)  # type: ignore[arg-type]
 
 
 def test_a_pattern_without_parameters_is_told() -> None:

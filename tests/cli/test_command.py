@@ -93,6 +93,12 @@ def test_one_process_and_lightnings_ddp_are_choices(composed):
     assert composed("strategy=ddp")["strategy"] == "ddp"
 
 
+def test_without_a_logger_nobody_watches_the_learning_rate(composed):
+    # Lightning's monitor would end the run at its first step.
+    assert composed("logger=none")["callbacks"]["learning_rate"] is None
+    assert composed()["callbacks"]["learning_rate"] is not None
+
+
 def test_every_group_option_composes(composed):
     for folder in sorted(path for path in configuration_folder().iterdir() if path.is_dir()):
         for option in sorted(file.stem for file in folder.glob("*.yaml")):
@@ -104,6 +110,7 @@ def test_all_problems_of_a_run_come_in_one_error_before_any_process_starts(fived
     status, output = fived(
         "train", "data=text", "data.path=latin.txt", "data.val_fraction=3", "data.batch_size=0",
         "strategy=hybrid", "trainer.devices=3", "model.decoder.num_heads=7", "ckpt_path=gone.ckpt",
+        "trainer.precision=fp8", "callbacks.gradient_clipping.max_norm=-1", "callbacks.loss_scale.max_skips_in_a_row=0",
     )  # fmt: skip
     assert status == 1
     for part in (
@@ -114,6 +121,9 @@ def test_all_problems_of_a_run_come_in_one_error_before_any_process_starts(fived
         "hidden_size 192 does not give 7 heads",
         "num_kv_heads 2 does not divide num_heads 7",
         "ckpt_path is 'gone.ckpt', which does not exist",
+        "precision='fp8' is not available",
+        "max_norm=-1 is not positive",
+        "max_skips_in_a_row=0 is less than 1",
     ):
         assert part in output
     assert "Traceback" not in output
@@ -204,7 +214,7 @@ def test_the_precision_plugin_itself_is_handed_over(composed, overrides, precisi
 
     config = OmegaConf.create(composed("callbacks=default", "logger=none", "output_dir=.", *overrides))
     config.callbacks = {}
-    plugin = _trainer(config).precision_plugin
+    plugin = _trainer(config, lambda make: make()).precision_plugin
     assert isinstance(plugin, FiveDPrecision)
     assert plugin.precision == precision
     assert (plugin.scaler and plugin.scaler.scale) == scale
@@ -218,6 +228,6 @@ def test_strategies_of_lightnings_own_get_its_precision_plugin(composed):
     overrides = ("logger=none", "output_dir=.", "strategy=single", "trainer.precision=bf16-mixed")
     config = OmegaConf.create(composed(*overrides))
     config.callbacks = {}
-    plugin = _trainer(config).precision_plugin
+    plugin = _trainer(config, lambda make: make()).precision_plugin
     assert type(plugin) is MixedPrecision
     assert plugin.precision == "bf16-mixed"

@@ -121,6 +121,17 @@ def test_what_does_not_go_together_is_listed() -> None:
         assert words in str(error.value)
     with pytest.raises(MisconfigurationException, match="autocast=True says nothing for precision='bf16-true'"):
         FiveDPrecision("bf16-true", autocast=True)
+    with pytest.raises(MisconfigurationException, match="'16-mixed', 'bf16-mixed'"):
+        FiveDPrecision(["16-mixed", "bf16-mixed"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
+def test_the_plugin_without_the_strategy_is_refused(precision: str) -> None:
+    from tests.trainers import quiet
+
+    trainer = quiet(devices=1, plugins=FiveDPrecision(precision))
+    with pytest.raises(MisconfigurationException, match=r"works under FiveD only.*strategy=FiveD"):
+        trainer.fit(TinyLM(), batches(2))
 
 
 def test_fp16_scales_by_itself_and_others_only_when_asked() -> None:
