@@ -105,8 +105,27 @@ class FiveDPrecision(Precision):
         self._casting: ModuleCasting | None = None
 
     def attach(self, strategy: FiveD) -> None:
-        """Tells the plugin whose mesh to use; called by `FiveD`."""
+        """Tells the plugin whose mesh to use; called by `FiveD`.
+
+        Raises:
+            MisconfigurationException: If it belongs to another `FiveD` already.
+        """
+        if self._strategy is not None and self._strategy is not strategy:
+            raise MisconfigurationException(
+                "This FiveDPrecision object already belongs to another FiveD, and with it goes the loss scale of that run. Make a"
+                " new FiveDPrecision(...) for each Trainer."
+            )
         self._strategy = strategy
+
+    def fresh(self) -> FiveDPrecision:
+        """A new plugin with the same settings, for another Trainer."""
+        settings = None if self.scaler is None else self.scaler.settings
+        return FiveDPrecision(
+            str(self.precision),
+            loss_scaling=settings,
+            optimizer_state_dtype=self.optimizer_state_dtype,
+            autocast=self.autocast,
+        )
 
     # Dtypes
 

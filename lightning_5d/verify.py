@@ -192,7 +192,7 @@ def verify(
             "verify needs automatic optimization: a manual step decides itself what a step is."
         )
     batches = batches[: steps * per_step]
-    plugin = FiveDPrecision(precision) if isinstance(precision, str) else precision
+    plugin = FiveDPrecision(precision) if isinstance(precision, str) else precision.fresh()
     common: dict[str, Any] = {"accelerator": accelerator, "gradient_clip_val": gradient_clip_val}
     with tempfile.TemporaryDirectory() as folder:
         ranks = per_step // accumulate_grad_batches

@@ -134,6 +134,18 @@ def test_the_plugin_without_the_strategy_is_refused(precision: str) -> None:
         trainer.fit(TinyLM(), batches(2))
 
 
+def test_the_plugin_belongs_to_one_trainer() -> None:
+    from tests.trainers import quiet
+
+    plugin = FiveDPrecision("16-mixed", loss_scaling=LossScaling(2.0**10), optimizer_state_dtype="bfloat16")
+    quiet(devices=2, strategy=FiveD(), plugins=plugin)
+    with pytest.raises(MisconfigurationException, match=r"already belongs to another FiveD.*new FiveDPrecision"):
+        quiet(devices=2, strategy=FiveD(), plugins=plugin)
+    fresh = plugin.fresh()
+    assert quiet(devices=2, strategy=FiveD(), plugins=fresh).scaler.scale == 2.0**10
+    assert fresh.optimizer_state_dtype == torch.bfloat16
+
+
 def test_fp16_scales_by_itself_and_others_only_when_asked() -> None:
     scales = {p: FiveDPrecision(p).scaler for p in ("32-true", "64-true", "bf16-true", "bf16-mixed")}
     assert all(scaler is None for scaler in scales.values())
