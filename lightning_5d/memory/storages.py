@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from typing_extensions import override
 
@@ -164,6 +165,8 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _piece(self, tensor: Tensor) -> Piece | None:
+        if is_lazy(tensor):  # it has no memory yet, and complains when it is asked
+            return None
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse, or functorch's

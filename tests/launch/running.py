@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,8 @@ def start(
         **(env or {}),
     }
     out, err = folder / f"{tag}.out", folder / f"{tag}.err"
+    # A shell that runs tests in the background has them ignore SIGINT, which jobs would inherit.
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with out.open("w") as out_file, err.open("w") as err_file:
         process = subprocess.Popen(
             [*launcher, str(HERE / script), *arguments],
@@ -122,6 +125,7 @@ def start(
             stderr=err_file,
             text=True,
             start_new_session=True,
+            preexec_fn=interruptible,
         )
     return Running(process, tag, out, err, time.monotonic())
 

@@ -21,7 +21,8 @@ def main(config: DictConfig) -> float:
         enable_model_summary=False,
     )
     trainer.fit(BoringModel())
-    print(f"DONE job {config.x} rank {trainer.global_rank} of {trainer.world_size}", flush=True)
+    # One write for the whole line: the ranks share the file.
+    print(f"DONE job {config.x} rank {trainer.global_rank} of {trainer.world_size}\n", end="", flush=True)
     return 0.0
 
 

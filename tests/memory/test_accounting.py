@@ -184,6 +184,15 @@ def test_nothing_is_left_installed():
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
+def test_lazy_layers_of_anybody_are_no_obstacle():
+    lazy = nn.LazyLinear(4)  # alive anywhere in the process
+    before = MemoryRecorder(torch.device("cpu"), lambda: [(WEIGHTS, p) for p in lazy.parameters()])
+    before.begin("forward", 1, 1)
+    lazy(torch.ones(2, 8))
+    before.stop()
+    assert lazy.weight.shape == (4, 8)
+
+
 def _mode_in_child(answers):
     mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     answers.send(mode is None)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -227,7 +228,13 @@ pool(3, kill_self, 9)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_outlives_the_one_that_owns_the_pool(number: signal.Signals) -> None:
     owner = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        # A shell that runs tests in the background has them ignore SIGINT, which this process would inherit.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert owner.stdout is not None
     pids = [int(word) for word in owner.stdout.readline().split()]
