@@ -166,7 +166,8 @@ class Supervisor:
                 )
                 self._first = Failure.from_json(store.compare_set("failure", "", gone.to_json()))
                 return
-            stuck = self._waiting.look(store) if self._waiting is not None else None
+            waiting = self._waiting  # the main thread lets go of it when the run is over
+            stuck = waiting.look(store) if waiting is not None else None
             if stuck is not None:
                 self._first = Failure.from_json(store.compare_set("failure", "", stuck.to_json()))
         except RuntimeError as error:
