@@ -14,12 +14,10 @@ import argparse
 import ctypes
 import gc
 import os
-import socket
 import sys
 import threading
 import time
 import traceback
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +30,8 @@ import torch.distributed as dist
 import lightning_5d.data_parallel  # noqa: F401  what the others need not load counts for nobody
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.decoder import SIZES, Decoder
+from benchmarks.ranks import RANKS, answers_of
 
-RANKS = 2
 WARM_UP, STEPS = 2, 3
 
 
@@ -114,24 +112,7 @@ def run_rank(rank: int, port: int, size_name: str, name: str, results: Any) -> N
 
 def run(size_name: str, name: str) -> tuple[float, float]:
     """The larger of both ranks' values."""
-    context = get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = context.Queue()
-    processes = [context.Process(target=run_rank, args=(rank, port, size_name, name, results)) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    try:
-        answers = [results.get(timeout=300) for _ in processes]
-    finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-    for answer in answers:
-        if len(answer) == 2:
-            raise RuntimeError(f"{name} failed on rank {answer[0]}:\n{answer[1]}")
+    answers = answers_of(run_rank, size_name, name)
     return max(answer[1] for answer in answers), max(answer[2] for answer in answers)
 
 

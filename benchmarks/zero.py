@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import sys
 import time
 import traceback
 from itertools import pairwise
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,8 @@ import torch.distributed as dist
 
 from benchmarks.contestants import CONTESTANTS, REFERENCES, TARGETS
 from benchmarks.decoder import SIZES
+from benchmarks.ranks import RANKS, answers_of
 
-RANKS = 2
 WARM_UP = 3
 
 
@@ -88,26 +86,7 @@ def _peak_mib() -> float:
 
 def run(size_name: str, name: str, steps: int) -> tuple[float, float, float]:
     """All ranks of one contestant once; the mean over ranks."""
-    context = get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = context.Queue()
-    processes = [
-        context.Process(target=run_rank, args=(rank, port, size_name, name, steps, results)) for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        answers = [results.get(timeout=300) for _ in processes]
-    finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-    for answer in answers:
-        if len(answer) == 2:
-            raise RuntimeError(f"{name} failed on rank {answer[0]}:\n{answer[1]}")
+    answers = answers_of(run_rank, size_name, name, steps)
     wall, processor, peak = (statistics.mean(values) for values in list(zip(*answers, strict=True))[1:])
     return wall, processor, peak
 
