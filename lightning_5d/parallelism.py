@@ -78,6 +78,19 @@ class RunContext:
     dtypes: Dtypes = Dtypes()
 
 
+@dataclass(frozen=True)
+class Part:
+    """A piece of the module that a schedule runs on its own: a stage of a pipeline that this rank holds.
+
+    Attributes:
+        stage: Its number in the whole pipeline.
+        modules: The modules whose weights are used by this part alone. Weights of the module outside all parts belong to several.
+    """
+
+    stage: int
+    modules: tuple[nn.Module, ...]
+
+
 class Parallelism(ABC):
     """One axis of parallelism as a person configures it. Subclasses are frozen dataclasses."""
 
@@ -135,6 +148,35 @@ class Parallelized:
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of a user's step function; an axis that has to do something around it overrides this."""
         return step(*args, **kwargs)
+
+    # [Note: schedules]
+    # An axis that runs a step as a schedule of microbatches, forwards and backwards of several of them in any order, does so
+    # inside `schedule` of all other axes. There the hooks around single steps and backwards (`begin_microbatch`,
+    # `before_backward`, `after_backward`) do not come; `call` still does, around every call of the user's step.
+    def schedule(self, parts: Sequence[Part], *, last: bool, backward: bool) -> AbstractContextManager[None]:
+        """A context around a whole schedule of microbatches; all ranks that share a part enter it together.
+
+        Inside, gradients add up in ``grad`` of the parameters that the module shows. After it, they are where the optimizer
+        finds them.
+
+        Args:
+            parts: The parts that this rank runs, in the order of their stages.
+            last: Whether gradients are complete, and must be synchronised, when the schedule ends.
+            backward: Whether it has backwards, or only forwards without gradients.
+        """
+        return nullcontext()
+
+    def part_begins(self, stage: int) -> None:
+        """Comes inside `schedule` before each forward, backward or weight gradient of a part."""
+
+    def part_ends(self, stage: int, *, gradients: bool = False, complete: bool = False) -> None:
+        """Comes inside `schedule` after each of them.
+
+        Args:
+            stage: The part's.
+            gradients: A microbatch's gradients of the part's weights have been added up.
+            complete: They were the last of this schedule.
+        """
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Comes before the forward of each training microbatch.
