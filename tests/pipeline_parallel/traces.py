@@ -38,8 +38,5 @@ def events_of(schedule: Schedule, durations: Durations, *, sending: float = 0.0)
 
 def trace_of(schedule: Schedule, durations: Durations, *, step: int = 3, later: float = 100.0) -> StepTrace:
     """A trace of a step whose clock stood at ``later``."""
-    moved = [
-        [Event(e.kind, e.stage, e.microbatch, e.start + later, e.end + later, e.live, e.peer, e.nbytes) for e in events]
-        for events in events_of(schedule, durations, sending=0.02 * durations.communication)
-    ]
-    return StepTrace.of(step, schedule, moved)
+    ranks = events_of(schedule, durations, sending=0.02 * durations.communication)
+    return StepTrace.of(step, schedule, [[event.later(later) for event in events] for events in ranks])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -48,6 +48,10 @@ class Event:
     def seconds(self) -> float:
         """How long it took."""
         return self.end - self.start
+
+    def later(self, seconds: float) -> Event:
+        """The same on a clock that is ahead by so many seconds."""
+        return replace(self, start=self.start + seconds, end=self.end + seconds)
 
 
 class Recorder:

@@ -11,13 +11,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning_5d.pipeline_parallel.schedule import Action, Kind, Overlap, Schedule
+from lightning_5d.pipeline_parallel.schedule import Action, Kind, Overlap, Schedule, actions_of
 from lightning_5d.pipeline_parallel.simulate import Durations, Simulation, simulate
 from lightning_5d.pipeline_parallel.table import format_schedule, parse_schedule
 from lightning_5d.pipeline_parallel.timeline import Span, Timeline
 from lightning_5d.pipeline_parallel.trace.recorder import RECEIVE, SEND, Event
 
 _FORMAT = 1
+_PART = {Kind.FORWARD: 1, Kind.INPUT_GRADIENT: 1, Kind.WEIGHT_GRADIENT: 1, Kind.BACKWARD: 2}
+_BACKWARDS = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,7 @@ class StepTrace:
         """A trace of events on any clock that all ranks share."""
         first = min((event.start for events in ranks for event in events if event.computes), default=0.0)
         moved = tuple(
-            tuple(
-                Event(e.kind, e.stage, e.microbatch, e.start - first, e.end - first, e.live, e.peer, e.nbytes)
-                for e in sorted(events, key=lambda event: (event.start, event.end))
-            )
+            tuple(event.later(-first) for event in sorted(events, key=lambda event: (event.start, event.end)))
             for events in ranks
         )
         return cls(step, schedule, moved, clock_error, data_rank)
@@ -108,24 +107,24 @@ class StepTrace:
 
     @cached_property
     def durations(self) -> Durations:
-        """What actions took, as means for each stage. Simulated with them, a rank computes as long as it really did."""
-        forward, backward, weight = [], [], []
-        for stage in range(self.schedule.stages):
-            seconds = {kind: self._seconds(kind, stage) for kind in Kind}
-            means = {kind: sum(times) / len(times) if times else 0.0 for kind, times in seconds.items()}
-            b, w, both = means[Kind.INPUT_GRADIENT], means[Kind.WEIGHT_GRADIENT], seconds[Kind.BACKWARD]
-            if not seconds[Kind.INPUT_GRADIENT]:
-                b = means[Kind.BACKWARD]
-            elif both:
-                # A fused backward is simulated as long as its parts; together they are to take what all of them took.
-                measured = sum(map(sum, seconds.values())) - sum(seconds[Kind.FORWARD])
-                expected = b * (len(seconds[Kind.INPUT_GRADIENT]) + len(both))
-                expected += w * (len(seconds[Kind.WEIGHT_GRADIENT]) + len(both))
-                b, w = (part * measured / expected if expected else part for part in (b, w))
-            forward.append(means[Kind.FORWARD])
-            backward.append(b)
-            weight.append(w)
-        return Durations(tuple(forward), tuple(backward), tuple(weight))
+        """What actions took, as means for each stage. Simulated with them, a rank computes as long as it really did.
+
+        The time of two that ran at once belongs to both, so it is told apart as if a forward took half as long as a fused backward.
+        """
+        seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        for spans in self.actual.timeline:
+            for span in spans:
+                actions = actions_of(span.entry)
+                parts = [_PART[action.kind] for action in actions]
+                for action, part in zip(actions, parts, strict=True):
+                    seconds[action.kind, action.stage].append((span.end - span.start) * part / sum(parts))
+        stages = range(self.schedule.stages)
+        halves = [_halves(*(seconds[kind, stage] for kind in _BACKWARDS)) for stage in stages]
+        return Durations(
+            tuple(_mean(seconds[Kind.FORWARD, stage]) for stage in stages),
+            tuple(backward for backward, _ in halves),
+            tuple(weight for _, weight in halves),
+        )
 
     @cached_property
     def planned(self) -> Simulation:
@@ -165,11 +164,6 @@ class StepTrace:
                 if event.peer is not None and (found := receives.get((event.peer, stage, event.microbatch, gradient))):
                     yield rank, event, *found
 
-    def _seconds(self, kind: Kind, stage: int) -> list[float]:
-        return [
-            event.seconds for events in self.ranks for event in events if event.kind == kind and event.stage == stage
-        ]
-
     # To a file and back
 
     def save(self, path: Path) -> None:
@@ -202,6 +196,20 @@ class StepTrace:
             )
         ranks = tuple(tuple(Event(**event) for event in events) for events in data["ranks"])
         return cls(data["step"], parse_schedule(data["schedule"]), ranks, data["clock_error"], data["data_rank"])
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    return sum(seconds) / len(seconds) if seconds else 0.0
+
+
+def _halves(inputs: Sequence[float], weights: Sequence[float], fused: Sequence[float]) -> tuple[float, float]:
+    """Mean times of B and W of a stage, such that B, W and B + W for each fused backward make up all that was measured."""
+    if not inputs:
+        return _mean(fused), 0.0
+    backward, weight = _mean(inputs), _mean(weights)
+    expected = backward * (len(inputs) + len(fused)) + weight * (len(weights) + len(fused))
+    factor = (sum(inputs) + sum(weights) + sum(fused)) / expected if fused and expected else 1.0
+    return backward * factor, weight * factor
 
 
 def _spans(events: Sequence[Event]) -> Iterator[Span]:
