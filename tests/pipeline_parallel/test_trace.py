@@ -19,20 +19,21 @@ from lightning_5d.pipeline_parallel.trace.page import step_page
 from tests.pipeline_parallel.traces import trace_of
 
 UNEVEN = Durations((1.0, 2.0), (1.5, 2.5), (0.5, 1.0), communication=0.25)
+UNIT = Durations(1.0, 1.0, 1.0)
 SCHEDULES = ["afab", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe"]
 
 
 def by_hand():
     """Two ranks, two microbatches: rank 0 waits from 2 to 7 and from 9 to 10, sends from 2 to 3 meanwhile; rank 1 ends at 10."""
     first = [
-        Event("F", 0, 0, 0.0, 1.0, 1), Event("send", 0, 0, 1.0, 1.0, 1, 1, 8), Event("F", 0, 1, 1.0, 2.0, 2),
-        Event("send", 0, 1, 2.0, 3.0, 2, 1, 8), Event("receive", 0, 0, 3.0, 7.0, 2, 1, 8), Event("BW", 0, 0, 7.0, 9.0, 1),
+        Event("F", 0, 0, 0.0, 1.0, 1), Event("send", 1, 0, 1.0, 1.0, 1, 1, 8), Event("F", 0, 1, 1.0, 2.0, 2),
+        Event("send", 1, 1, 2.0, 3.0, 2, 1, 8), Event("receive", 0, 0, 3.0, 7.0, 2, 1, 8), Event("BW", 0, 0, 7.0, 9.0, 1),
         Event("receive", 0, 1, 9.0, 9.5, 1, 1, 8), Event("BW", 0, 1, 10.0, 12.0, 0),
     ]  # fmt: skip
     second = [
         Event("receive", 1, 0, -1.0, 2.0, 0, 0, 8), Event("F", 1, 0, 2.0, 3.0, 1), Event("BW", 1, 0, 3.0, 6.0, 0),
-        Event("send", 1, 0, 6.0, 6.5, 0, 0, 8), Event("receive", 1, 1, 6.0, 6.0, 0, 0, 8), Event("F", 1, 1, 6.0, 7.0, 1),
-        Event("BW", 1, 1, 7.0, 9.0, 0), Event("send", 1, 1, 9.0, 9.5, 0, 0, 8),
+        Event("send", 0, 0, 6.0, 6.5, 0, 0, 8), Event("receive", 1, 1, 6.0, 6.0, 0, 0, 8), Event("F", 1, 1, 6.0, 7.0, 1),
+        Event("BW", 1, 1, 7.0, 9.0, 0), Event("send", 0, 1, 9.0, 9.5, 0, 0, 8),
     ]  # fmt: skip
     return StepTrace.of(4, make_schedule("1f1b", 2, 2), [[e.later(50) for e in events] for events in (first, second)])
 
@@ -117,8 +118,8 @@ def test_a_stage_with_both_kinds_of_backward_is_planned_with_what_it_took_in_all
 
 
 def test_messages_know_both_of_their_ends():
-    found = [(a, send.stage, send.microbatch, b, receive.stage) for a, send, b, receive in by_hand().messages()]
-    assert sorted(found) == [(0, 0, 0, 1, 1), (0, 0, 1, 1, 1), (1, 1, 0, 0, 0), (1, 1, 1, 0, 0)]
+    found = [(a, send.stage, send.microbatch, b, receive.end) for a, send, b, receive in by_hand().messages()]
+    assert sorted(found) == [(0, 1, 0, 1, 2.0), (0, 1, 1, 1, 6.0), (1, 0, 0, 0, 7.0), (1, 0, 1, 0, 9.5)]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -131,7 +132,7 @@ def test_every_message_of_every_schedule_is_found(name):
     for sender, send, receiver, receive in ends:
         assert (send.peer, receive.peer) == (receiver, sender)
         assert send.microbatch == receive.microbatch
-        assert abs(send.stage - receive.stage) == 1
+        assert send.stage == receive.stage
         assert send.start <= receive.end
     assert len({id(receive) for *_, receive in ends}) == sent
 
@@ -146,6 +147,14 @@ def test_a_trace_goes_to_a_file_and_back(tmp_path):
     (tmp_path / "other.json").write_text('{"format": 7}')
     with pytest.raises(ValueError, match=r"other\.json is not a trace of a pipeline's step"):
         StepTrace.load(tmp_path / "other.json")
+
+
+def test_a_step_with_fewer_microbatches_is_compared_with_their_plan():
+    few = trace_of(make_schedule("zb_h1", 4, 3), UNIT)
+    trace = StepTrace.of(1, make_schedule("zb_h1", 4, 8), few.ranks)
+    assert trace.schedule.microbatches == 3
+    assert sum(map(len, trace.planned.timeline)) == sum(map(len, trace.actual.timeline)) == 4 * 3 * 3
+    assert trace.planned.busy == pytest.approx(trace.actual.busy)
 
 
 def test_events_of_too_few_ranks_are_refused():

@@ -21,7 +21,7 @@ class Event:
 
     Attributes:
         kind: ``"F"``, ``"B"``, ``"W"`` or ``"BW"`` for a computation, ``"send"`` or ``"receive"`` for a message.
-        stage: The stage that this rank computed, or computes the message for.
+        stage: The stage that was computed, or the one that a message is for.
         microbatch: Of the computation, or of the message.
         start: In seconds.
         end: In seconds.

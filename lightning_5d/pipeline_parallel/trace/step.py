@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning_5d.pipeline_parallel.schedule import Action, Kind, Overlap, Schedule, actions_of
+from lightning_5d.pipeline_parallel.schedule import (
+    GRADIENTS,
+    Action,
+    Kind,
+    Overlap,
+    Schedule,
+    actions_of,
+    keep_microbatches,
+)
 from lightning_5d.pipeline_parallel.simulate import Durations, Simulation, simulate
 from lightning_5d.pipeline_parallel.table import format_schedule, parse_schedule
 from lightning_5d.pipeline_parallel.timeline import Span, Timeline
@@ -87,12 +95,25 @@ class StepTrace:
         clock_error: float = 0.0,
         data_rank: int = 0,
     ) -> StepTrace:
-        """A trace of events on any clock that all ranks share."""
+        """A trace of events on any clock that all ranks share.
+
+        Args:
+            step: As in the class.
+            schedule: That of a whole step; of one with fewer microbatches, only those that ran are kept.
+            ranks: Events of each rank, in any order.
+            clock_error: As in the class.
+            data_rank: As in the class.
+        """
         first = min((event.start for events in ranks for event in events if event.computes), default=0.0)
         moved = tuple(
             tuple(event.later(-first) for event in sorted(events, key=lambda event: (event.start, event.end)))
             for events in ranks
         )
+        ran = max((event.microbatch + 1 for events in ranks for event in events), default=0)
+        if 0 < ran < schedule.microbatches:
+            kept = {number: number for number in range(ran)}
+            rows = tuple(keep_microbatches(row, kept) for row in schedule.rows)
+            schedule = replace(schedule, copies=schedule.copies[:ran], rows=rows)
         return cls(step, schedule, moved, clock_error, data_rank)
 
     # What it comes to
@@ -160,8 +181,10 @@ class StepTrace:
                 receives[rank, event.stage, event.microbatch, gradient] = rank, event
         for rank, events in enumerate(self.ranks):
             for event, gradient in _directions(events, SEND):
-                stage = event.stage - 1 if gradient else event.stage + 1
-                if event.peer is not None and (found := receives.get((event.peer, stage, event.microbatch, gradient))):
+                found = receives.get(
+                    (-1 if event.peer is None else event.peer, event.stage, event.microbatch, gradient)
+                )
+                if found is not None:
                     yield rank, event, *found
 
     # To a file and back
@@ -262,17 +285,17 @@ def _parts(start: float, end: float, messages: Sequence[Event]) -> Iterator[Idle
 
 
 def _directions(events: Sequence[Event], kind: str) -> Iterator[tuple[Event, bool]]:
-    """The messages of one kind, and whether each carries a gradient: those do that are sent after a backward, or received after the forward."""
-    forwards: dict[tuple[int, int], float] = {}
-    backwards: dict[tuple[int, int], float] = defaultdict(lambda: float("inf"))
+    """The messages of one kind, and whether each carries a gradient.
+
+    Gradients for a stage are sent after the backward of the next one, and received after the stage's own forward.
+    """
+    begun = {(event.kind, event.stage, event.microbatch): event.start for event in events if event.computes}
     for event in events:
-        if event.kind == Kind.FORWARD:
-            forwards[event.stage, event.microbatch] = event.start
-        elif event.kind in (Kind.INPUT_GRADIENT, Kind.BACKWARD):
-            backwards[event.stage, event.microbatch] = event.start
-    for event in events:
-        key = event.stage, event.microbatch
-        if event.kind == kind == SEND:
-            yield event, event.start >= backwards[key]
-        elif event.kind == kind == RECEIVE:
-            yield event, event.end > forwards.get(key, float("inf"))
+        if event.kind != kind:
+            continue
+        if kind == RECEIVE:
+            after = begun.get((Kind.FORWARD, event.stage, event.microbatch))
+            yield event, after is not None and event.end > after
+        else:
+            made = (begun.get((each, event.stage + 1, event.microbatch)) for each in GRADIENTS)
+            yield event, any(start is not None and event.start >= start for start in made)
