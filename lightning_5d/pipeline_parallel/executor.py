@@ -15,20 +15,23 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_5d.parallelism import Parallelized
-from lightning_5d.pipeline_parallel.channels import Arriving, Channels
-from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights, WeightQueue
 from lightning_5d.pipeline_parallel.payload import PayloadSpec, take_apart
 from lightning_5d.pipeline_parallel.program import Message, Program, Step
 from lightning_5d.pipeline_parallel.schedule import Kind
-from lightning_5d.pipeline_parallel.stage import Boundary, Cut
-from lightning_5d.pipeline_parallel.trace import Recorder
+from lightning_5d.pipeline_parallel.stage import Boundary
+
+if TYPE_CHECKING:
+    from lightning_5d.pipeline_parallel.channels import Arriving, Channels
+    from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights, WeightQueue
+    from lightning_5d.pipeline_parallel.stage import Cut
+    from lightning_5d.pipeline_parallel.trace import Recorder
 
 _AHEAD = 2
 """Messages per sender that are expected before they are needed."""
@@ -76,6 +79,10 @@ class _Run:
     arriving: dict[Message, Arriving | _Nothing] = field(default_factory=dict)
     posted: dict[int, int] = field(default_factory=dict)
 
+    def place(self, stage: int, microbatch: int) -> tuple[int, int, Hashable]:
+        """What payloads of equal shapes have in common: where they enter, and the signature of their input."""
+        return self.program.schedule.copies[microbatch], stage, self.work[microbatch].signature
+
     def forget(self) -> None:
         """Drops what is under way: the traceback of an error outlives the step, and would keep it all."""
         for held in (self.live, self.weights, self.here, self.arriving):
@@ -122,7 +129,7 @@ class Executor:
         self._begins = [axis.part_begins for axis in axes if type(axis).part_begins is not Parallelized.part_begins]
         self._ends = [axis.part_ends for axis in axes if type(axis).part_ends is not Parallelized.part_ends]
         self._dynamic = dynamic
-        self._specs: dict[tuple[int, Hashable], PayloadSpec] = {}
+        self._specs: dict[tuple[int, int, Hashable], PayloadSpec] = {}
         self._outlines: dict[Hashable, Any] = {}
         self.recorder: Recorder | None = None
         self.peak_live = self._live = 0
@@ -251,7 +258,7 @@ class Executor:
         stage, microbatch = step.action.stage, step.action.microbatch
         signature = run.work[microbatch].signature
         tensors, spec = take_apart(payload, stage)
-        key = stage + 1, signature
+        key = run.place(stage + 1, microbatch)
         agreed = self._specs.get(key)
         news = agreed is None or self._dynamic
         if stage == 0 and (self._dynamic or signature not in self._outlines):
@@ -278,7 +285,7 @@ class Executor:
         gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in received]
         message = Message(True, stage - 1, microbatch)
         if step.target is None:
-            run.here[message] = gradients, self._specs[stage, run.work[microbatch].signature]
+            run.here[message] = gradients, self._specs[run.place(stage, microbatch)]
         elif gradients:
             self._send(gradients, step.target, message)
 
@@ -318,10 +325,9 @@ class Executor:
 
     def _post(self, run: _Run, source: int, message: Message) -> None:
         if not (message.gradient or self._expected(run, message)):
-            signature = run.work[message.microbatch].signature
             spec, outline = self._channels.receive_object(source)
-            self._specs[message.stage, signature] = spec
-            self._outlines[signature] = outline
+            self._specs[run.place(message.stage, message.microbatch)] = spec
+            self._outlines[run.work[message.microbatch].signature] = outline
         spec = self._spec(run, message)
         leaves = spec.trained if message.gradient else spec.tensors
         shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -329,12 +335,11 @@ class Executor:
 
     def _expected(self, run: _Run, message: Message) -> bool:
         """Whether a message's shapes are known before it is needed."""
-        signature = run.work[message.microbatch].signature
-        return not self._dynamic and (message.stage + message.gradient, signature) in self._specs
+        return not self._dynamic and run.place(message.stage + message.gradient, message.microbatch) in self._specs
 
     def _spec(self, run: _Run, message: Message) -> PayloadSpec:
         """Of a gradient: the spec of the activation that it belongs to."""
-        return self._specs[message.stage + message.gradient, run.work[message.microbatch].signature]
+        return self._specs[run.place(message.stage + message.gradient, message.microbatch)]
 
     def _record(self, mark: Any, step: Step) -> None:
         if self.recorder is not None:
