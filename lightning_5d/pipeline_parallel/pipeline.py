@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from lightning_5d.pipeline_parallel.schedules import make_schedule
 
 if TYPE_CHECKING:
     from lightning_5d.mesh import ParallelMesh
-    from lightning_5d.pipeline_parallel.microbatches import Microbatch
+    from lightning_5d.pipeline_parallel.microbatches import Splitter
     from lightning_5d.plan import ParallelPlan
 
 Split = Literal["even", "blocks"] | Sequence[int]
@@ -35,7 +35,8 @@ class PipelineParallel(Parallelism):
         group_size: Microbatches that go through a rank's stages together, for ``interleaved_1f1b``.
         split: Where stages end: ``"even"`` in estimated work, ``"blocks"`` in number of blocks, or the number of blocks of each
             stage, 0 included.
-        split_batch: Cuts a batch into at most so many `Microbatch`es, for batches whose rows are not simply their first dimension.
+        split_batch: Cuts a batch into at most so many smaller ones, for batches whose rows are not simply their first dimension; a
+            method ``split_batch(batch, count)`` of the LightningModule does the same.
         dynamic: Shapes between stages may depend on values in the batch: costs a message per microbatch.
 
     Source: Huang et al., "GPipe" (2019), for the cut into microbatches; `docs/pipeline_schedules.md` names that of each schedule.
@@ -50,7 +51,7 @@ class PipelineParallel(Parallelism):
     chunks: int | None = None
     group_size: int | None = None
     split: Split = "even"
-    split_batch: Callable[[Any, int], Sequence[Microbatch]] | None = None
+    split_batch: Splitter | None = None
     dynamic: bool = False
 
     def mesh_sizes(self) -> dict[str, Size]:
@@ -95,14 +96,13 @@ class PipelineParallel(Parallelism):
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Leaves on this rank the weights of its stages."""
-        from lightning_5d.pipeline_parallel.microbatches import split_batch
         from lightning_5d.pipeline_parallel.pipelined import Pipelined
         from lightning_5d.pipeline_parallel.stage import Cut, layout_of
 
         schedule = self.make_schedule()
         layout = layout_of(module, plan, schedule.stages, self.split)
         cut = Cut(module, layout, schedule.stages_of(mesh.rank("pp")))
-        return Pipelined(module, cut, schedule, mesh, self.split_batch or split_batch, dynamic=self.dynamic)
+        return Pipelined(module, cut, schedule, mesh, self.split_batch, dynamic=self.dynamic)
 
 
 def _is_count(value: object) -> bool:

@@ -17,7 +17,7 @@ from lightning_5d.parallelism import Parallelized
 from lightning_5d.pipeline_parallel.channels import Channels
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
 from lightning_5d.pipeline_parallel.executor import Executor, Work
-from lightning_5d.pipeline_parallel.microbatches import Microbatch, split_batch
+from lightning_5d.pipeline_parallel.microbatches import Splitter, split_batch
 from lightning_5d.pipeline_parallel.program import Program, program_of
 from lightning_5d.pipeline_parallel.schedule import Schedule
 from lightning_5d.pipeline_parallel.set_aside import SetAside
@@ -25,8 +25,6 @@ from lightning_5d.pipeline_parallel.sharing import SharedSteps
 from lightning_5d.pipeline_parallel.stage import Cut
 from lightning_5d.pipeline_parallel.trace import Recorder
 from lightning_5d.scheduling import Scheduling, StepRun
-
-SplitBatch = Callable[[Any, int], Sequence[Microbatch]]
 
 
 class Pipelined(Scheduling):
@@ -37,7 +35,7 @@ class Pipelined(Scheduling):
         cut: This rank's stages of it.
         schedule: The schedule of a training step.
         mesh: The ranks by axis.
-        split: Cuts a batch into microbatches.
+        split: The user's own way to cut a batch into microbatches; a module's ``split_batch`` method if ``None`` and if it has one.
         dynamic: Whether shapes between stages may differ for inputs of equal shapes.
 
     Attributes:
@@ -53,12 +51,13 @@ class Pipelined(Scheduling):
         cut: Cut,
         schedule: Schedule,
         mesh: ParallelMesh,
-        split: SplitBatch = split_batch,
+        split: Splitter | None = None,
         dynamic: bool = False,
     ) -> None:
         self.schedule, self.mesh, self.cut = schedule, mesh, cut
         self.rank = mesh.rank("pp")
-        self._module, self._device, self._split, self._dynamic = module, mesh.device, split, dynamic
+        self._module, self._device, self._dynamic = module, mesh.device, dynamic
+        self._split: Splitter | None = split or getattr(module, "split_batch", None)
         self._channels = Channels.open(mesh, self._device, mesh.timeout)
         self._deferred: DeferredWeights | None = None
         self._others: list[Parallelized] = []
@@ -120,7 +119,7 @@ class Pipelined(Scheduling):
                 "A pipeline splits the batch, which is a step's first positional argument; this step got none."
             )
         batch, *rest = args
-        microbatches = self._split(batch, self.schedule.microbatches)
+        microbatches = split_batch(batch, self.schedule.microbatches, self._split)
         rows = [microbatch.rows for microbatch in microbatches]
         work = [
             Work(
