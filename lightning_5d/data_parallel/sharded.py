@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.data_parallel.compatibility import sharded_optimizer_problems
-from lightning_5d.data_parallel.engine import Engine, ShardedEngine, ShardOptions, shard
+from lightning_5d.data_parallel.engine import Engine, ShardedEngine
+from lightning_5d.data_parallel.options import ShardOptions
 from lightning_5d.data_parallel.param_group import state_of
+from lightning_5d.data_parallel.sharding import shard
 from lightning_5d.parallelism import Parallelized, Problem
 
 
