@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_5d.data_parallel import account
@@ -17,11 +18,13 @@ from lightning_5d.data_parallel.agreement import Agreement
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.options import ShardOptions
 from lightning_5d.data_parallel.param_group import RecordingParamGroup, adopt
+from lightning_5d.data_parallel.parts import Owners
 from lightning_5d.data_parallel.reducer import GradientReducer
 from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.shown_gradients import ShownGradients
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
+from lightning_5d.parallelism import Part
 
 # So many groups are on their way while one is copied: ranks hardly wait for each other, and hold little twice.
 _GATHERED_AHEAD = 3
@@ -43,6 +46,26 @@ class Engine:
         Then ``grad`` is the mean over the data ranks, and None for parameters that no rank used. Before, in the middle
         of an accumulation window, gradients are not readable: they may be unreduced, on their way, or absent.
         """
+
+    @contextmanager
+    def schedule(self, parts: Sequence[Part], *, last: bool, backward: bool) -> Iterator[None]:
+        """Around a schedule of microbatches, in place of `begin` and `wait`; all data ranks run the same one.
+
+        Inside, the module's forward and that of all its parts run as if nothing was sharded, and gradients add up in
+        ``grad`` of the parameters that stand in the module.
+
+        Args:
+            parts: What the schedule runs on its own.
+            last: Gradients are complete after it, and reduced.
+            backward: Whether it has backwards.
+        """
+        yield
+
+    def part_begins(self, stage: int) -> None:
+        """Call before each forward, backward or weight gradient of a part."""
+
+    def part_ends(self, stage: int, *, gradients: bool, complete: bool) -> None:
+        """Call after each of them; ``gradients``: a microbatch's have been added up; ``complete``: they were the last."""
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -69,20 +92,47 @@ class ReplicatedEngine(Engine):
         super().__init__(module, options)
         self._transport = transport
         self._reducer: GradientReducer | None = None
+        self._parts: tuple[Part, ...] | None = None
 
     @override
     def begin(self, last: bool = True) -> None:
-        trainable = [param for param in self.module.parameters() if param.requires_grad]
-        if self._reducer is None or not self._reducer.covers(trainable):  # also after freezing and unfreezing
-            if self._reducer is not None:
-                self._reducer.close()
-            self._reducer = GradientReducer(trainable, self._transport, self.traffic)
-        self._reducer.synchronize = last
+        self._reducer_for(None).synchronize = last
 
     @override
     def wait(self) -> None:
         if self._reducer is not None:
             self._reducer.finish()
+
+    @override
+    @contextmanager
+    def schedule(self, parts: Sequence[Part], *, last: bool, backward: bool) -> Iterator[None]:
+        if not backward:
+            yield
+            return
+        reducer = self._reducer_for(tuple(parts))
+        reducer.synchronize = last
+        try:
+            yield
+        except BaseException:
+            reducer.drop()
+            raise
+        reducer.finish()
+
+    @override
+    def part_ends(self, stage: int, *, gradients: bool, complete: bool) -> None:
+        if complete and gradients and self._reducer is not None:
+            self._reducer.part_is_complete(stage)
+
+    def _reducer_for(self, parts: tuple[Part, ...] | None) -> GradientReducer:
+        trainable = [param for param in self.module.parameters() if param.requires_grad]
+        reducer = self._reducer
+        if reducer is None or self._parts != parts or not reducer.covers(trainable):  # also after (un)freezing
+            if reducer is not None:
+                reducer.close()
+            owners = None if parts is None else Owners(parts).of_parameters(self.module)
+            reducer = GradientReducer(trainable, self._transport, self.traffic, parts=owners)
+            self._reducer, self._parts = reducer, parts
+        return reducer
 
     @override
     def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -124,9 +174,9 @@ class ShardedEngine(Engine):
             # A block that is called before the root must not become a root of its own.
             state._lazy_init = self._root._lazy_init
         self._wrap_root_hooks()
-        self._handles = []
+        self._handles: list[tuple[nn.Module, RemovableHandle]] = []
         for owner in self._root_owners():
-            self._handles.append(owner.register_forward_pre_hook(self._before_outside_call))
+            self._handles.append((owner, owner.register_forward_pre_hook(self._before_outside_call)))
 
     @override
     def begin(self, last: bool = True) -> None:
@@ -166,7 +216,7 @@ class ShardedEngine(Engine):
     def unsharded(self) -> Iterator[None]:
         self._initialize()
         self.reshard()
-        self._gather()
+        self._gather(self.groups)
         after_forward = [group.post_forward_mesh_info for group in self.groups]
         for group in self.groups:
             group.post_forward_mesh_info = None  # a forward in here must neither free nor gather anything
@@ -205,7 +255,7 @@ class ShardedEngine(Engine):
 
     @override
     def close(self) -> None:
-        for handle in self._handles:
+        for _, handle in self._handles:
             handle.remove()
         self._reshard()
         if self._exchange is not None:
@@ -272,7 +322,7 @@ class ShardedEngine(Engine):
             self._scalars.to_plain()
         if self.options.stage < 3:
             # All at once and in one order, whatever this rank's forward will use.
-            self._gather()
+            self._gather(self.groups)
 
     def _after_forward(self) -> None:
         self._depth = max(self._depth - 1, 0)
@@ -305,12 +355,12 @@ class ShardedEngine(Engine):
         owners.pop(id(self.module), None)
         return list(owners.values())
 
-    def _gather(self) -> None:
+    def _gather(self, groups: Sequence[RecordingParamGroup]) -> None:
         if self._scalars is not None:
             self._scalars.to_plain()
-        ahead = len(self.groups) if self._exchange is None else _GATHERED_AHEAD
-        for index, group in enumerate(self.groups):
-            for coming in self.groups[index : index + 1 + ahead]:
+        ahead = len(groups) if self._exchange is None else _GATHERED_AHEAD
+        for index, group in enumerate(groups):
+            for coming in groups[index : index + 1 + ahead]:
                 coming.unshard()
             group.wait_for_unshard()
 

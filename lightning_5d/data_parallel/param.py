@@ -49,6 +49,35 @@ def take_gradient(param: FSDPParam) -> torch.Tensor | None:
     return None
 
 
+def widen_gradient(param: FSDPParam) -> None:
+    """Adds a microbatch's gradient to the sum over microbatches, in the dtype of the reduction if that is another one."""
+    if param._unsharded_param.grad is None:
+        return
+    param.accumulate_unsharded_grad_if_needed()
+    param.to_accumulated_grad_if_needed()
+
+
+def suspend_gradient(param: FSDPParam) -> None:
+    """Takes a gradient off the full parameter, where a user's `zero_grad` would find it."""
+    full = getattr(param, "_unsharded_param", None)
+    if full is not None and full.grad is not None and param.unsharded_accumulated_grad is None:
+        param.unsharded_accumulated_grad, full.grad = full.grad, None
+
+
+def resume_gradient(param: FSDPParam) -> None:
+    """Puts a gradient back to where backward adds to it in place, if it has the full parameter's dtype."""
+    full, grad = getattr(param, "_unsharded_param", None), param.unsharded_accumulated_grad
+    if full is not None and grad is not None and full.grad is None and grad.dtype == full.dtype:
+        full.grad, param.unsharded_accumulated_grad = grad, None
+
+
+def drop_gradient(param: FSDPParam) -> None:
+    """Forgets a gradient that was not reduced."""
+    param.unsharded_accumulated_grad = None
+    if hasattr(param, "_unsharded_param"):
+        param._unsharded_param.grad = None
+
+
 def deliver(params: Sequence[FSDPParam], result: torch.Tensor, shard_numels: Sequence[int]) -> None:
     """Hands the pieces of a finished reduction to the sharded parameters, as FSDP2's ``foreach_reduce`` does."""
     offset = 0

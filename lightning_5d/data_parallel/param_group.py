@@ -20,7 +20,17 @@ from typing_extensions import override
 
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.layout import Layout, cut_among_ranks
-from lightning_5d.data_parallel.param import deliver, has_gradient, keep_writes, move_into, take_gradient
+from lightning_5d.data_parallel.param import (
+    deliver,
+    drop_gradient,
+    has_gradient,
+    keep_writes,
+    move_into,
+    resume_gradient,
+    suspend_gradient,
+    take_gradient,
+    widen_gradient,
+)
 from lightning_5d.data_parallel.reduction import GradientReduction, allocate_padded
 from lightning_5d.data_parallel.transport import Arrival
 
@@ -95,6 +105,45 @@ class RecordingParamGroup(FSDPParamGroup):
                     keep_writes(param, version, self.compare_all or (frozen and self.exposed))
             self.exposed = False
         super()._to_sharded()  # type: ignore[no-untyped-call]
+
+    # Schedules of microbatches #
+    def owners(self) -> list[nn.Module]:
+        """The modules that hold its parameters."""
+        infos = [param._module_info for param in self.fsdp_params]
+        return [module for info in infos for module in (info.module, *info.shared_modules)]
+
+    @property
+    def widens(self) -> bool:
+        """Whether gradients are added up in another dtype than they come in."""
+        return any(param.reduce_dtype is not None for param in self.fsdp_params)
+
+    def widen_gradients(self) -> None:
+        """Adds the gradients of a microbatch to the sums in the dtype of the reduction."""
+        for param in self.fsdp_params:
+            widen_gradient(param)
+
+    def suspend_gradients(self) -> None:
+        """Keeps gradients of an unfinished window where nobody else finds them."""
+        for param in self.fsdp_params:
+            suspend_gradient(param)
+
+    def resume_gradients(self) -> None:
+        """Goes on with them."""
+        for param in self.fsdp_params:
+            resume_gradient(param)
+
+    def drop_gradients(self) -> None:
+        """Forgets a window that has failed."""
+        self._training_state = TrainingState.IDLE
+        self.used.clear()
+        self.fresh.clear()
+        for param in self.fsdp_params:
+            drop_gradient(param)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a gather is under way."""
+        return self._all_gather_result is not None
 
     def join_reductions(self, count: int) -> None:
         """Takes part, with zeros, in reductions that other ranks have started and this one has not."""
@@ -264,9 +313,9 @@ class ExchangingParamGroup(RecordingParamGroup):
         super()._reset_iter_state()
 
     @property
+    @override
     def arriving(self) -> bool:
-        """Whether a gather is under way."""
-        return self._arrival is not None
+        return self._arrival is not None or super().arriving
 
     @property
     def is_trained(self) -> bool:

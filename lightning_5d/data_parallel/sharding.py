@@ -14,11 +14,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 
 from lightning_5d.data_parallel.blocks import Blocks, cut
-from lightning_5d.data_parallel.engine import Engine, ReplicatedEngine, ShardedEngine
+from lightning_5d.data_parallel.engine import Engine, ReplicatedEngine
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.options import ShardOptions
 from lightning_5d.data_parallel.param_group import state_of
 from lightning_5d.data_parallel.scalars import ScalarParams
+from lightning_5d.data_parallel.scheduled import SchedulingEngine
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transports import open_transport
 from lightning_5d.module_casting import keeps_full_precision
@@ -52,6 +53,8 @@ def shard(
     whole = [part for part in module.modules() if mixed and part is not module and keeps_full_precision(part)]
     cuts = cut(module, [*blocks, *whole])
     axes = _axes(mesh)
+    if not any(True for _ in module.parameters()):  # a stage of a pipeline that holds only what has no weights
+        return Engine(module, options)
     if options.synchronize and axes:
         for axis in axes:
             broadcast_from_first(module, axis.get_group())
@@ -101,7 +104,7 @@ def _shard_with_fsdp2(
         )
     order = {id(inner): position for position, inner in enumerate(module.modules())}
     states = [state_of(module)] + [state_of(b) for b in sorted(cuts.modules, key=lambda block: order[id(block)])]
-    return ShardedEngine(module, options, states, axes, exchange, scalar_params)
+    return SchedulingEngine(module, options, states, axes, exchange, scalar_params)
 
 
 def _axes(mesh: DeviceMesh) -> list[DeviceMesh]:
