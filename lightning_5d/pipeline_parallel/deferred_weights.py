@@ -58,9 +58,8 @@ class DeferredWeights:
     ```
 
     Each backward has a queue of its own, and queues may run in any order. A backward outside of `collecting` is an ordinary one,
-    and so is that of a layer whose weight is no plain parameter, has tensor hooks, or is cast by autocast, and anything under
-    ``create_graph``, `torch.func`, or inside of a compiled region. Hooks that `torch.Tensor.register_post_accumulate_grad_hook`
-    has put on a weight come when its gradient has been added, in the second half.
+    and so is that of a layer whose weight is no plain parameter, has hooks on its gradient, or is cast by autocast, and anything
+    under ``create_graph``, `torch.func`, or inside of a compiled region.
 
     Args:
         modules: The modules whose linear layers, themselves or inside of them, take part: `torch.nn.Linear` and subclasses with
@@ -169,6 +168,17 @@ def _not_cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return x.dtype == weight.dtype == dtype and (bias is None or bias.dtype == dtype)
 
 
+def _can_wait(parameter: nn.Parameter) -> bool:
+    """Whether nobody else expects to see the parameter's gradient in the first half."""
+    # Private names checked with torch 2.13, which calls hooks after accumulation in the first half too, where nothing has come.
+    # Those of this package's axes take that; of anybody else's, one is enough to leave the gradient there.
+    return not parameter._backward_hooks and all(map(_is_ours, (parameter._post_accumulate_grad_hooks or {}).values()))
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+
+
 class _Deferring(torch.autograd.Function):
     """A layer whose backward may leave the gradients of weight and bias to a queue."""
 
@@ -194,7 +204,7 @@ class _Deferring(torch.autograd.Function):
         grad_weight = grad_bias = None
         queue = None if torch.is_grad_enabled() else deferred.queue
         if queue is not None:
-            put_weight, put_bias = of_weight and not weight._backward_hooks, of_bias and not bias._backward_hooks
+            put_weight, put_bias = of_weight and _can_wait(weight), of_bias and _can_wait(bias)
             if put_weight or put_bias:
                 queue.put(_Entry(product, weight if put_weight else None, bias if put_bias else None, x, grad))
             of_weight, of_bias = of_weight and not put_weight, of_bias and not put_bias
@@ -256,7 +266,6 @@ def _put(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 def _tell(parameter: nn.Parameter) -> None:
     """Calls the hooks that autograd calls when it has added a gradient."""
-    # A private name, checked with torch 2.13.
     if parameter._post_accumulate_grad_hooks:
         for hook in tuple(parameter._post_accumulate_grad_hooks.values()):
             hook(parameter)
