@@ -248,7 +248,7 @@ class FiveD(ParallelSteps):
         context, problems = self._run_context(self.lightning_module)
         raise_problems(problems)
         if self._mesh is None:
-            self._mesh = ParallelMesh.create(context.sizes, device.type)
+            self._mesh = ParallelMesh.create(context.sizes, device.type, self._timeout)
             rank_zero_info(f"FiveD: {self._mesh.describe()}")
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self._mesh.device_mesh  # for `configure_model`, as Lightning documents

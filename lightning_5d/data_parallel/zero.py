@@ -101,7 +101,7 @@ class ZeRO(Parallelism):
         """Wraps the plan's blocks and the rest of the module for this stage."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        from lightning_5d.data_parallel.engine import ShardOptions
+        from lightning_5d.data_parallel.options import ShardOptions
         from lightning_5d.data_parallel.sharded import ShardedData
 
         blocks = [module.get_submodule(name) for name in plan.block_names(module)]

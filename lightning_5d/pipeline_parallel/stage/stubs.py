@@ -1,0 +1,91 @@
+"""What takes the place of modules that belong to other stages."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_5d.absent import Absent, stand_in
+from lightning_5d.pipeline_parallel.stage.layout import Place
+from lightning_5d.pipeline_parallel.stage.run import Run
+
+
+class Runs(Protocol):
+    """Who runs stages."""
+
+    running: Run | None
+    """The run that is going on."""
+
+
+class AbsentModule(Absent):
+    """A module of another stage.
+
+    Attributes:
+        place: Where it is.
+        stages: The stages that hold it.
+        runs: Who runs stages here; nobody where this is a copy.
+    """
+
+    place: Place
+    stages: tuple[int, ...]
+    runs: Runs | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module would have returned, as far as that matters to the stage that is running.
+
+        Raises:
+            MisconfigurationException: Outside of a run, or where the model runs its modules in an order that cannot be cut.
+        """
+        run = None if self.runs is None else self.runs.running
+        if run is None:
+            raise MisconfigurationException(
+                f"{self.reason()} A model that is cut into stages runs only inside of training_step, validation_step, test_step"
+                " and predict_step, where all ranks take part: use trainer.validate, trainer.test or trainer.predict."
+            )
+        if self.place.block is not None:
+            return run.block(self.place.block, args, kwargs)
+        return run.other(self.place)
+
+    def reason(self, attribute: str | None = None) -> str:
+        """Why it cannot be used."""
+        stages = f"stage{'s' * (len(self.stages) > 1)} {' and '.join(map(str, self.stages))}"
+        where = f"{self.name} belongs to {stages} of the pipeline, and this rank holds nothing of it."
+        if attribute is None:
+            return where
+        where += f" So it has no {self.name}.{attribute}."
+        if self.place.block is not None:
+            return where
+        return (
+            f"{where} If the module is used both before and after the blocks, the plan has to say so:"
+            f" ParallelPlan(before=[{self.name!r}], after=[{self.name!r}])."
+        )
+
+    def __reduce__(self) -> Any:
+        # Its class was made for it, and has no name to be found by.
+        return _again, ({**self.__dict__, "runs": None},)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentModule:
+        new = super().__deepcopy__(memo)
+        new.__dict__["runs"] = None
+        return new
+
+
+def stub(place: Place, module: Any, stages: tuple[int, ...], runs: Runs) -> AbsentModule:
+    """A stand-in for the module at a place.
+
+    Args:
+        place: The place.
+        module: The module there.
+        stages: The stages that hold it.
+        runs: Who runs stages here.
+    """
+    new = stand_in(AbsentModule, module, place.name)
+    new.__dict__.update(place=place, stages=stages, runs=runs)
+    return new
+
+
+def _again(state: dict[str, Any]) -> AbsentModule:
+    new = AbsentModule()
+    new.__dict__.update(state)
+    return new

@@ -1,0 +1,270 @@
+"""Schedules of microbatches, driven by hand: two parts on each rank, in orders that no single backward would have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+
+from lightning_5d.data_parallel import Engine, ShardOptions
+from lightning_5d.parallelism import Part
+from tests.data_parallel.odd_modules import WIDTH, Block
+from tests.data_parallel.training import inputs, mesh_engine, whole
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+MICROBATCHES = 3
+# (microbatch, part) of all backwards: the second part before the first for each microbatch, else any.
+ORDERS = (
+    ((2, 1), (0, 1), (0, 0), (1, 1), (2, 0), (1, 0)),
+    ((0, 1), (1, 1), (2, 1), (2, 0), (0, 0), (1, 0)),
+)
+
+
+class Halves(nn.Module):
+    """Two parts with a weight that both use, a scalar, a frozen layer, a layer that one rank uses and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.idle = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, 2)
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.factor = nn.Parameter(torch.tensor(1.5))
+        self.blocks[3].up.requires_grad_(False)
+
+    def parallel_blocks(self) -> Sequence[nn.Module]:
+        return [*self.blocks, self.side, self.idle]
+
+    def parts(self) -> list[Part]:
+        return [
+            Part(0, (self.inp, self.blocks[0], self.blocks[1])),
+            Part(3, (self.blocks[2], self.blocks[3], self.side, self.idle, self.out)),
+        ]
+
+    def first(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](self.inp(x) + self.shift))
+
+    def second(self, x: Tensor, rank: int) -> Tensor:
+        x = self.blocks[3](self.blocks[2](x * self.shift * self.factor.to(x.dtype)))
+        if rank == 1:
+            x = x + self.side(x)
+        return F.softplus(self.out(x).float()).mean()
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return self.second(self.first(x), rank)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One layout; `window` schedules make an optimizer step."""
+
+    stage: int
+    dtype: torch.dtype = torch.float32
+    window: int = 1
+    per_microbatch: bool = False
+    replicate: int = 1
+    shared_memory: bool = True
+
+    @property
+    def options(self) -> ShardOptions:
+        mixed = MixedPrecisionPolicy(self.dtype, torch.float32) if self.dtype != torch.float32 else None
+        return ShardOptions(
+            stage=self.stage,
+            mp_policy=mixed,
+            per_microbatch=self.per_microbatch,
+            shared_memory=self.shared_memory,
+        )
+
+    @property
+    def scale(self) -> float:
+        return 2.0**10 if self.dtype == torch.float16 else 1.0
+
+
+Gradients = dict[str, Tensor | None]
+
+
+def _gradients(module: nn.Module) -> Gradients:
+    return {name: None if p.grad is None else whole(p.grad) for name, p in module.named_parameters()}
+
+
+def _batch(setting: Setting, step: int, position: int, microbatch: int, rank: int) -> Tensor:
+    return inputs(step, MICROBATCHES * position + microbatch, rank).to(setting.dtype)
+
+
+def _microbatches(
+    module: Halves, setting: Setting, step: int, position: int, rank: int
+) -> Iterator[tuple[int, bool, bool]]:
+    """Runs all forwards, then the backwards in an odd order; yields before and after each action what it is and ended."""
+    order = ORDERS[position % 2]
+    sent, received, losses = [], [], []
+    for microbatch in range(MICROBATCHES):
+        yield 0, False, False
+        sent.append(module.first(_batch(setting, step, position, microbatch, rank)))
+        yield -1 - 0, False, False
+        received.append(sent[-1].detach().requires_grad_())
+        yield 3, False, False
+        losses.append(module.second(received[-1], rank) * (setting.scale / MICROBATCHES / setting.window))
+        yield -1 - 3, False, False
+    for place, (microbatch, part) in enumerate(order):
+        stage = 3 * part
+        yield stage, False, False
+        if part == 1:
+            losses[microbatch].backward()
+        else:
+            sent[microbatch].backward(received[microbatch].grad)
+        yield -1 - stage, True, all(other != part for _, other in order[place + 1 :])
+
+
+def _run_schedule(
+    engine: Engine, module: Halves, setting: Setting, step: int, position: int, rank: int
+) -> None:
+    with engine.schedule(module.parts(), last=position == setting.window - 1, backward=True):
+        for stage, gradients, complete in _microbatches(module, setting, step, position, rank):
+            if stage >= 0:
+                engine.part_begins(stage)
+            else:
+                engine.part_ends(-1 - stage, gradients=gradients, complete=complete)
+
+
+def _evaluate(engine: Engine, module: Halves, setting: Setting, rank: int) -> float:
+    with torch.inference_mode(), engine.schedule(module.parts(), last=False, backward=False):
+        engine.part_begins(0)
+        x = module.first(_batch(setting, 9, 0, 0, rank))
+        engine.part_ends(0, gradients=False, complete=False)
+        engine.part_begins(3)
+        value = module.second(x, rank).item()
+        engine.part_ends(3, gradients=False, complete=False)
+    return value
+
+
+@dataclass
+class Run:
+    gradients: list[Gradients]
+    values: list[float]
+    calls: list[dict[str, int]]
+
+
+def _on_ranks(rank: int, ranks: int, setting: Setting, steps: int = 2) -> Run:
+    torch.set_num_threads(1)
+    module = Halves()
+    engine = mesh_engine(module, ranks, setting.replicate, setting.options)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1 / setting.scale)
+    run = Run([], [], [])
+    for step in range(steps):
+        run.values.append(_evaluate(engine, module, setting, rank))
+        engine.traffic.reset()
+        aside: dict[nn.Parameter, Tensor | None] = {}
+        for position in range(setting.window):
+            for parameter, gradient in aside.items():
+                parameter.grad = gradient
+            _run_schedule(engine, module, setting, step, position, rank)
+            # Lightning clears gradients after the step of the window's first batch, which a schedule has to survive.
+            known = {*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])}
+            aside = {parameter: parameter.grad for parameter in known}
+            module.zero_grad()
+            optimizer.zero_grad()
+        for parameter, gradient in aside.items():
+            parameter.grad = gradient
+        run.calls.append(dict(engine.traffic.calls))
+        run.gradients.append(_gradients(module))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.values.append(_evaluate(engine, module, setting, rank))
+    engine.close()
+    return run
+
+
+def _each(rank: int, ranks: int, settings: list[Setting]) -> list[Run]:
+    return [_on_ranks(rank, ranks, setting) for setting in settings]
+
+
+def _expected(ranks: int, setting: Setting, steps: int = 2) -> Run:
+    """One process; in mixed precision gradients of a copy, added up in fp32 after each part of each microbatch."""
+    torch.set_num_threads(1)
+    module = Halves()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1 / setting.scale)
+    run = Run([], [], [])
+
+    def values() -> None:
+        for rank in range(ranks):
+            copy = _copy(module, setting.dtype)
+            with torch.no_grad():
+                run.values.append(copy(_batch(setting, 9, 0, 0, rank), rank).item())
+
+    for step in range(steps):
+        values()
+        for rank in range(ranks):
+            for position in range(setting.window):
+                copy = _copy(module, setting.dtype)
+                for stage, gradients, _ in _microbatches(copy, setting, step, position, rank):
+                    if stage < 0 and gradients:
+                        for mine, other in zip(module.parameters(), copy.parameters(), strict=True):
+                            if other.grad is not None:
+                                mine.grad = other.grad.float() / ranks + (0 if mine.grad is None else mine.grad)
+                                other.grad = None
+        run.gradients.append(_gradients(module))
+        optimizer.step()
+        optimizer.zero_grad()
+    values()
+    return run
+
+
+def _copy(module: Halves, dtype: torch.dtype) -> Halves:
+    copy = Halves()
+    copy.load_state_dict(module.state_dict())
+    for name, parameter in copy.named_parameters():
+        if name != "factor":  # without dimensions, and never cast
+            parameter.data = parameter.data.to(dtype)
+    return copy
+
+
+def _assert_equal(runs: list[Run], expected: Run, setting: Setting) -> None:
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[setting.dtype]
+    for rank, run in enumerate(runs):
+        right = expected.values[rank :: len(runs)]
+        assert run.values == [pytest.approx(value, rel=tolerance) for value in right], setting
+        for step, (got, wanted) in enumerate(zip(run.gradients, expected.gradients, strict=True)):
+            assert got.keys() == wanted.keys()
+            for name, value in wanted.items():
+                where = f"{setting}, rank {rank}, step {step}, {name}"
+                if value is None or got[name] is None:
+                    assert value is None, f"{where}: no gradient, but one process has one"
+                    assert got[name] is None, f"{where}: one process has none"
+                    continue
+                size = float(value.abs().max()) if step or setting.dtype != torch.float32 else 1.0
+                torch.testing.assert_close(
+                    got[name], value, rtol=tolerance, atol=tolerance * size, msg=lambda m, w=where: f"{w}: {m}"
+                )
+
+
+@STAGES
+def test_gradients_of_a_schedule_equal_one_process(ranks, stage):
+    settings = [
+        Setting(stage),
+        Setting(stage, window=2),
+        Setting(stage, torch.bfloat16),
+        Setting(stage, torch.bfloat16, window=2),
+        Setting(stage, torch.float16),
+        Setting(stage, window=2, shared_memory=False),
+    ]
+    if stage >= 2:
+        settings += [Setting(stage, window=2, per_microbatch=True), Setting(stage, torch.bfloat16, per_microbatch=True)]
+    results = ranks(2, _each, 2, settings, timeout=60)
+    for index, setting in enumerate(settings):
+        _assert_equal([result[index] for result in results], _expected(2, setting), setting)
+
+
+def test_gradients_of_a_schedule_equal_one_process_with_replicas(ranks):
+    settings = [Setting(stage, replicate=2) for stage in (1, 2, 3)] + [Setting(1, torch.bfloat16, replicate=2)]
+    results = ranks(4, _each, 4, settings, timeout=60)
+    for index, setting in enumerate(settings):
+        _assert_equal([result[index] for result in results], _expected(4, setting), setting)
