@@ -146,9 +146,7 @@ def five_d(schedule: str, chunks: int | None = None, v_shaped: bool = False) -> 
 
             warnings.simplefilter("ignore")
             split = V_SPLIT if v_shaped else SPLITS[chunks or 1]
-            pipeline = PipelineParallel(
-                RANKS, schedule=schedule, microbatches=MICROBATCHES, chunks=chunks, split=split
-            )
+            pipeline = PipelineParallel(RANKS, schedule=schedule, microbatches=MICROBATCHES, chunks=chunks, split=split)
             L.Trainer(
                 accelerator="cpu",
                 devices=RANKS,
@@ -238,7 +236,9 @@ def compare(size_name: str, names: list[str], rounds: int, steps: int) -> None:
                 continue
             times[name].append(statistics.mean(answer[1] for answer in answers))
             print(f"{size_name} {name}: {times[name][-1] * 1e3:.1f} ms", file=sys.stderr, flush=True)
-    print(f"\n{size_name}: {RANKS} ranks, {MICROBATCHES} microbatches, {rounds} rounds of {steps} steps; share of the ceiling")
+    print(
+        f"\n{size_name}: {RANKS} ranks, {MICROBATCHES} microbatches, {rounds} rounds of {steps} steps; share of the ceiling"
+    )
     for name, measured in times.items():
         if len(measured) < rounds:
             print(f"{name:28}  failed")

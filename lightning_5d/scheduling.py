@@ -43,7 +43,10 @@ class StepRun:
 def looks_at_gradients(trainer: pl.Trainer) -> bool:
     """Whether a hook may look at gradients, or keep them, between the step that follows and their clearing."""
     module: Any = trainer.lightning_module
-    own = [(module, pl.LightningModule, "optimizer_zero_grad"), (module, pl.LightningModule, "on_before_zero_grad")]
+    own: list[tuple[Any, type, str]] = [
+        (module, pl.LightningModule, "optimizer_zero_grad"),
+        (module, pl.LightningModule, "on_before_zero_grad"),
+    ]
     own += [(callback, pl.Callback, "on_before_zero_grad") for callback in getattr(trainer, "callbacks", ())]
     return any(
         name in vars(owner) or getattr(type(owner), name) is not getattr(base, name) for owner, base, name in own

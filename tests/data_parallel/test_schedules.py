@@ -123,9 +123,7 @@ def _microbatches(
         yield -1 - stage, True, all(other != part for _, other in order[place + 1 :])
 
 
-def _run_schedule(
-    engine: Engine, module: Halves, setting: Setting, step: int, position: int, rank: int
-) -> None:
+def _run_schedule(engine: Engine, module: Halves, setting: Setting, step: int, position: int, rank: int) -> None:
     with engine.schedule(module.parts(), last=position == setting.window - 1, backward=True):
         for stage, gradients, complete in _microbatches(module, setting, step, position, rank):
             if stage >= 0:

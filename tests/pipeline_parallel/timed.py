@@ -68,7 +68,7 @@ def run_timed(rank: int, schedule: Schedule, seconds: float, repeats: int) -> di
     """One rank: busy share of several steps in a row, without a barrier between them, and the peak of live activations."""
     from datetime import timedelta
 
-    sizes = {axis: 1 for axis in AXES} | {"pp": schedule.ranks}
+    sizes = dict.fromkeys(AXES, 1) | {"pp": schedule.ranks}
     mesh = ParallelMesh.create(sizes, "cpu", timedelta(seconds=30))
     stages = Stages(schedule.stages, seconds * schedule.ranks / schedule.stages)
     channels = Channels.open(mesh, torch.device("cpu"), timedelta(seconds=30))
