@@ -20,6 +20,7 @@ class StepRun:
 
     Attributes:
         kind: ``"train"``, ``"validate"``, ``"sanity_check"``, ``"test"`` or ``"predict"``.
+        epoch: Training's. What wants gradients may change between epochs.
         backward: Whether gradients are wanted.
         first: Whether this batch opens an accumulation window.
         last: Whether gradients are complete after it.
@@ -31,6 +32,7 @@ class StepRun:
     """
 
     kind: str
+    epoch: int = 0
     backward: bool = False
     first: bool = False
     last: bool = False

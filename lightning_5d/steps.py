@@ -154,9 +154,10 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         trainer = module.trainer
         kind = trainer.state.stage.value if trainer.state.stage else ""
         if not backward:
-            return StepRun(kind, reseed=reseed)
+            return StepRun(kind, trainer.current_epoch, reseed=reseed)
         return StepRun(
             kind,
+            trainer.current_epoch,
             backward=True,
             first=trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0,
             last=not self._accumulating,

@@ -106,6 +106,8 @@ class Pipelined(Scheduling):
 
     @override
     def begin_step(self, run: StepRun) -> None:
+        if self._run is not None and run.epoch != self._run.epoch:
+            self.executor.forget_shapes()  # a stage may have been frozen or unfrozen: who wants gradients is agreed anew
         self._run = run
 
     # [Note: gradients before their backward]
@@ -157,10 +159,6 @@ class Pipelined(Scheduling):
     @override
     def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
         return ("pp",)
-
-    def forget_shapes(self) -> None:
-        """Agrees anew on shapes, and on which stages want gradients; on all ranks at the same point of a run."""
-        self.executor.forget_shapes()
 
     @override
     def close(self) -> None:
