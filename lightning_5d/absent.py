@@ -83,7 +83,8 @@ def stand_in(kind: type[Kind], module: nn.Module, name: str, **attributes: Any) 
         name: The module's fully-qualified name.
         attributes: Attributes for it and for those inside of it.
     """
-    dressed = _dressed(kind, type(module))
+    classes: Any = kind, type(module)  # mypy takes a class for something without a hash
+    dressed = _dressed(*classes)
     new: Kind = dressed.__new__(dressed)
     nn.Module.__init__(new)
     for key, value in vars(module).items():
