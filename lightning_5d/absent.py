@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import types
-from typing import Any, Self, TypeVar, cast
+from functools import cache
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +22,28 @@ _VALUES = (
 class Absent(nn.Module):
     """Takes the place of a module of which this rank holds nothing: no weights, no buffers, no modules inside.
 
-    It looks like the module that it replaces (class, attributes with plain values), because the code around may ask: which
-    kind of attention a layer has, or whether it is one.
+    It looks like the module that it replaces (class, attributes with plain values, and modules inside that look alike), because
+    the code around may ask: which kind of attention a layer has, or in which dtype it computes.
+
+    Attributes:
+        name: The module's fully-qualified name.
     """
 
     name: str
-    _lost: frozenset[str]
+    _inside: dict[str, Absent | Tensor | None]  # tensors on the meta device
 
     def reason(self, attribute: str | None = None) -> str:
         """Why it cannot be used."""
         return f"{self.name} is not on this rank."
+
+    def lost(self, attribute: str, like: Tensor) -> Tensor:
+        """What a weight or buffer of the module is here.
+
+        Args:
+            attribute: Its name.
+            like: A tensor of its shape and dtype, on the meta device.
+        """
+        raise AttributeError(self.reason(attribute))
 
     # Defined here so that they come before those of the class that is looked like.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,9 +55,11 @@ class Absent(nn.Module):
         return self(*args, **kwargs)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute in self.__dict__.get("_lost", ()):
-            raise AttributeError(self.reason(attribute))
-        return super().__getattr__(attribute)
+        inside = self.__dict__.get("_inside", {})
+        if attribute not in inside:
+            return super().__getattr__(attribute)
+        found = inside[attribute]
+        return self.lost(attribute, found) if isinstance(found, Tensor) else found
 
     def extra_repr(self) -> str:
         """Says so in a printed module."""
@@ -54,35 +70,43 @@ class Absent(nn.Module):
         nn.Module.__init__(new)
         memo[id(self)] = new
         new.__dict__.update({key: value for key, value in self.__dict__.items() if key not in _OWN})
+        new.__dict__["_inside"] = copy.deepcopy(self._inside, memo)
         return new
 
 
-def stand_in(kind: type[Kind], module: nn.Module, name: str) -> Kind:
+def stand_in(kind: type[Kind], module: nn.Module, name: str, **attributes: Any) -> Kind:
     """An instance of `kind` that looks like a module.
 
     Args:
         kind: What it does when it is called.
         module: The module whose place it takes.
         name: The module's fully-qualified name.
+        attributes: Attributes for it and for those inside of it.
     """
-    new = _dressed(kind, type(module))
+    classes: Any = kind, type(module)  # mypy takes a class for something without a hash
+    dressed = _dressed(*classes)
+    new: Kind = dressed.__new__(dressed)
     nn.Module.__init__(new)
     for key, value in vars(module).items():
         if key not in _OWN and key not in ("forward", "__call__") and _is_plain(value):
             new.__dict__[key] = value
     new.training = module.training
-    lost = {*module._parameters, *module._buffers, *module._modules}
-    new.__dict__.update(name=name, _lost=frozenset(lost))
+    inside: dict[str, Any] = {}
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        inside[key] = None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    for key, child in module._modules.items():
+        inside[key] = None if child is None else stand_in(kind, child, f"{name}.{key}", **attributes)
+    new.__dict__.update(attributes, name=name, _inside=inside)
     return new
 
 
-def _dressed(kind: type[Kind], looks_like: type[nn.Module]) -> Kind:
+@cache
+def _dressed(kind: Any, looks_like: Any) -> Any:
     try:
         name, content = f"{kind.__name__}{looks_like.__name__}", {"__module__": kind.__module__}
-        dressed = cast("type[Kind]", type(name, (kind, looks_like), content))
-        return dressed.__new__(dressed)
-    except TypeError:  # a class that cannot be inherited from, or has another layout in memory
-        return kind.__new__(kind)
+        return type(name, (kind, looks_like), content)
+    except TypeError:  # a class that cannot be inherited from
+        return kind
 
 
 def _is_plain(value: Any, depth: int = 3) -> bool:

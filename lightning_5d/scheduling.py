@@ -20,6 +20,7 @@ class StepRun:
 
     Attributes:
         kind: ``"train"``, ``"validate"``, ``"sanity_check"``, ``"test"`` or ``"predict"``.
+        epoch: Training's. What wants gradients may change between epochs.
         backward: Whether gradients are wanted.
         first: Whether this batch opens an accumulation window.
         last: Whether gradients are complete after it.
@@ -31,6 +32,7 @@ class StepRun:
     """
 
     kind: str
+    epoch: int = 0
     backward: bool = False
     first: bool = False
     last: bool = False
@@ -43,7 +45,10 @@ class StepRun:
 def looks_at_gradients(trainer: pl.Trainer) -> bool:
     """Whether a hook may look at gradients, or keep them, between the step that follows and their clearing."""
     module: Any = trainer.lightning_module
-    own = [(module, pl.LightningModule, "optimizer_zero_grad"), (module, pl.LightningModule, "on_before_zero_grad")]
+    own: list[tuple[Any, type, str]] = [
+        (module, pl.LightningModule, "optimizer_zero_grad"),
+        (module, pl.LightningModule, "on_before_zero_grad"),
+    ]
     own += [(callback, pl.Callback, "on_before_zero_grad") for callback in getattr(trainer, "callbacks", ())]
     return any(
         name in vars(owner) or getattr(type(owner), name) is not getattr(base, name) for owner, base, name in own

@@ -151,20 +151,28 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
 
     def _step_run(self, backward: bool, reseed: Callable[[str], None]) -> StepRun:
         module = self.connected_module
-        trainer, precision = module.trainer, self.precision_plugin
+        trainer = module.trainer
         kind = trainer.state.stage.value if trainer.state.stage else ""
         if not backward:
-            return StepRun(kind, reseed=reseed)
+            return StepRun(kind, trainer.current_epoch, reseed=reseed)
         return StepRun(
             kind,
+            trainer.current_epoch,
             backward=True,
             first=trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0,
             last=not self._accumulating,
             keep_gradients=looks_at_gradients(trainer),
             start=self._start,
-            around_backward=None if precision.compute_dtype is None else precision.backward_context,
+            around_backward=self._backward_context,
             reseed=reseed,
         )
+
+    @property
+    def _backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+        plugin = self.precision_plugin
+        if not isinstance(plugin, FiveDPrecision) or plugin.compute_dtype is None:
+            return None
+        return plugin.backward_context
 
     def _start(self, output: Any, share: float) -> tuple[Tensor, Tensor]:
         """Where the backward of a microbatch starts that a schedule runs."""

@@ -119,7 +119,7 @@ class ShardedData(Parallelized):
 
     @contextmanager
     @override
-    def schedule(self, parts: Sequence[Part], *, last: bool, backward: bool) -> Iterator[None]:
+    def scheduled(self, parts: Sequence[Part], *, last: bool, backward: bool) -> Iterator[None]:
         with self.engine.schedule(parts, last=last, backward=backward):
             self._scheduled = True
             try:

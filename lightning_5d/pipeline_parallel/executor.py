@@ -188,7 +188,8 @@ class Executor:
         action = step.action
         stage, microbatch = action.stage, action.microbatch
         work, backward = run.work[microbatch], run.program.backward
-        payload, received = None, ()
+        payload: Any = None
+        received: tuple[Tensor, ...] = ()
         if stage:
             tensors, spec = self._take(run, Message(False, stage, microbatch), step.source)
             if backward:
@@ -292,7 +293,7 @@ class Executor:
     def _send(self, tensors: list[Tensor], target: int, message: Message) -> None:
         mark = self.recorder.begin() if self.recorder is not None else None
         self._channels.send(tensors, target)
-        if self.recorder is not None:
+        if self.recorder is not None and mark is not None:
             nbytes = sum(tensor.nbytes for tensor in tensors)
             self.recorder.end(mark, "send", message.stage, message.microbatch, self._live, peer=target, nbytes=nbytes)
 
@@ -316,7 +317,7 @@ class Executor:
             self._post(run, source, expected[posted])
             posted += 1
             run.posted[source] = posted
-        if self.recorder is not None:
+        if self.recorder is not None and mark is not None:
             nbytes = sum(tensor.nbytes for tensor in tensors)
             self.recorder.end(
                 mark, "receive", message.stage, message.microbatch, self._live, peer=source, nbytes=nbytes
@@ -342,7 +343,7 @@ class Executor:
         return self._specs[run.place(message.stage + message.gradient, message.microbatch)]
 
     def _record(self, mark: Any, step: Step) -> None:
-        if self.recorder is not None:
+        if self.recorder is not None and mark is not None:
             action = step.action
             self.recorder.end(mark, action.kind.value, action.stage, action.microbatch, self._live)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import lightning.pytorch as pl
 from torch import nn
 
 from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized, Problem, RunContext, Size
@@ -99,6 +100,8 @@ class PipelineParallel(Parallelism):
         from lightning_5d.pipeline_parallel.pipelined import Pipelined
         from lightning_5d.pipeline_parallel.stage import Cut, layout_of
 
+        if not isinstance(module, pl.LightningModule):
+            raise TypeError(f"A pipeline cuts a LightningModule, not a {type(module).__name__}.")
         schedule = self.make_schedule()
         layout = layout_of(module, plan, schedule.stages, self.split)
         cut = Cut(module, layout, schedule.stages_of(mesh.rank("pp")))

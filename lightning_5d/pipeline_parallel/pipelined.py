@@ -7,8 +7,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
@@ -47,7 +48,7 @@ class Pipelined(Scheduling):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: pl.LightningModule,
         cut: Cut,
         schedule: Schedule,
         mesh: ParallelMesh,
@@ -62,7 +63,8 @@ class Pipelined(Scheduling):
         self._deferred: DeferredWeights | None = None
         self._others: list[Parallelized] = []
         self._executor: Executor | None = None
-        self._shared = SharedSteps(module, mesh, self._device)
+        own = [each for part in cut.parts for each in part.modules]
+        self._shared = SharedSteps(module, mesh, self._device, mesh.timeout, own)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._run: StepRun | None = None
         self._aside: SetAside | None = None
@@ -104,6 +106,8 @@ class Pipelined(Scheduling):
 
     @override
     def begin_step(self, run: StepRun) -> None:
+        if self._run is not None and run.epoch != self._run.epoch:
+            self.executor.forget_shapes()  # a stage may have been frozen or unfrozen: who wants gradients is agreed anew
         self._run = run
 
     # [Note: gradients before their backward]
@@ -126,7 +130,7 @@ class Pipelined(Scheduling):
                 (microbatch.batch, *rest),
                 kwargs,
                 self._signature(run.kind, index, microbatch.batch),
-                partial(self._around, run, index, microbatch.rows),
+                partial(self._around, run, index, rows),
             )
             for index, microbatch in enumerate(microbatches)
         ]
@@ -134,7 +138,7 @@ class Pipelined(Scheduling):
         aside = SetAside(list(self._module.parameters()), run.keep_gradients) if run.backward and run.first else None
         with ExitStack() as contexts:
             for axis in self._others:
-                contexts.enter_context(axis.schedule(self.cut.parts, last=run.last, backward=run.backward))
+                contexts.enter_context(axis.scheduled(self.cut.parts, last=run.last, backward=run.backward))
             outputs = self.executor.run(
                 program, work, step, partial(self._start, run, rows), run.around_backward or _no_context
             )
@@ -152,15 +156,16 @@ class Pipelined(Scheduling):
             self._aside = None
         return self._weights
 
-    def forget_shapes(self) -> None:
-        """Agrees anew on shapes, and on which stages want gradients; on all ranks at the same point of a run."""
-        self.executor.forget_shapes()
+    @override
+    def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
+        return ("pp",)
 
     @override
     def close(self) -> None:
         if self._deferred is not None:
             self._deferred.close()
         self._channels.close()
+        self._shared.close()
 
     def _program(self, microbatches: int, backward: bool) -> Program:
         key = microbatches, backward
@@ -169,10 +174,10 @@ class Pipelined(Scheduling):
         return self._programs[key]
 
     @contextmanager
-    def _around(self, run: StepRun, microbatch: int, rows: int, stage: int) -> Generator[None, None, None]:
+    def _around(self, run: StepRun, microbatch: int, rows: Sequence[int], stage: int) -> Generator[None, None, None]:
         if run.reseed is not None:
             run.reseed(f"{stage}/{microbatch}")
-        with self._shared.microbatch(microbatch, rows):
+        with self._shared.microbatch(microbatch, rows, last=stage + 1 == self.schedule.stages):
             yield
 
     def _start(self, run: StepRun, rows: Sequence[int], microbatch: int, output: Any) -> tuple[Tensor, Tensor] | None:

@@ -266,3 +266,104 @@ def test_gradients_of_a_schedule_equal_one_process_with_replicas(ranks):
     results = ranks(4, _each, 4, settings, timeout=60)
     for index, setting in enumerate(settings):
         _assert_equal([result[index] for result in results], _expected(4, setting), setting)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(("stage", "per_microbatch"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+def test_a_schedule_sends_what_its_stage_says(ranks, stage, per_microbatch, window):
+    groups, trained = 7, 6  # inp, out and shift are the root's; four blocks, side, idle
+    run = ranks(2, _on_ranks, 2, Setting(stage, window=window, per_microbatch=per_microbatch), timeout=40)[0]
+    reductions = {1: trained, 2: trained * window, 3: trained * window}[stage]
+    gathers = groups * (window if stage == 3 else 1)
+    if per_microbatch:
+        # Blocks and side lie in one part each, and are reduced after each of its backwards; the root has weights of both.
+        reductions = window * (MICROBATCHES * (trained - 1) + 1)
+    if per_microbatch and stage == 3:
+        gathers = window * (2 * MICROBATCHES * (groups - 1) + 1)
+    for calls in run.calls:
+        assert calls == {"all_gather": gathers, "reduce_scatter": reductions, "all_reduce": 0}
+
+
+class _GivesUp(Exception):
+    pass
+
+
+def _fails(rank: int, stage: int) -> Run:
+    """A schedule fails on all ranks in its middle, and the engine goes on."""
+    module = Halves()
+    engine = mesh_engine(module, 2, 1, ShardOptions(stage=stage))
+    hooks = [len(block._forward_pre_hooks) for block in module.blocks]
+    inside = None
+    try:
+        with engine.schedule(module.parts(), last=True, backward=True):
+            inside = [len(block._forward_pre_hooks) + len(block._forward_hooks) for block in module.blocks]
+            for action, gradients, complete in _microbatches(module, Setting(stage), 0, 0, rank):
+                if gradients and complete:
+                    engine.part_ends(-1 - action, gradients=True, complete=True)
+                    raise _GivesUp
+    except _GivesUp:
+        pass
+    module.zero_grad()
+    assert inside == [0] * 4
+    assert hooks == [len(block._forward_pre_hooks) for block in module.blocks]
+    run = Run([], [], [])
+    _run_schedule(engine, module, Setting(stage), 0, 0, rank)
+    run.gradients.append(_gradients(module))
+    engine.close()
+    return run
+
+
+@STAGES
+def test_a_schedule_that_fails_leaves_an_engine_that_works(ranks, stage):
+    expected = Run(_expected(2, Setting(stage), steps=1).gradients, [], [])
+    for run in ranks(2, _fails, stage, timeout=40):
+        _assert_equal([run], expected, Setting(stage))
+
+
+def _evaluates(rank: int) -> list[int]:
+    module = Halves()
+    engine = mesh_engine(module, 2, 1, ShardOptions(stage=1))
+    gathers = []
+    with engine.evaluating():
+        for _ in range(3):
+            engine.traffic.reset()
+            _evaluate(engine, module, Setting(1), rank)
+            gathers.append(engine.traffic.calls["all_gather"])
+    engine.close()
+    return gathers
+
+
+def test_an_evaluation_gathers_once_for_all_its_schedules(ranks):
+    assert ranks(2, _evaluates, timeout=40) == [[7, 0, 0]] * 2
+
+
+class _Empty(nn.Module):
+    """What a stage without weights may hold."""
+
+    def __init__(self, placeholder: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity(), nn.Identity()])
+        if placeholder:
+            self.nothing = nn.Parameter(torch.empty(0))
+
+    def parallel_blocks(self) -> Sequence[nn.Module]:
+        return list(self.blocks)
+
+
+def _without_weights(rank: int, stage: int, placeholder: bool) -> list[Tensor | None]:
+    module = _Empty(placeholder)
+    engine = mesh_engine(module, 2, 1, ShardOptions(stage=stage))
+    for last in (False, True):
+        with engine.schedule([Part(0, tuple(module.blocks))], last=last, backward=True):
+            engine.part_begins(0)
+            x = torch.ones(2, requires_grad=True)
+            module.blocks[0](x).sum().backward()
+            engine.part_ends(0, gradients=True, complete=True)
+    engine.close()
+    return [p.grad for p in module.parameters()]
+
+
+@pytest.mark.parametrize("placeholder", [False, True])
+@STAGES
+def test_a_stage_without_weights_runs_schedules(ranks, stage, placeholder):
+    assert ranks(2, _without_weights, stage, placeholder, timeout=40) == [[None] * placeholder] * 2

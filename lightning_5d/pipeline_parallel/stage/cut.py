@@ -70,6 +70,7 @@ class Cut:
         self._scenes: dict[int, Scene] = {}
         self._home: Scene = []
         self._blocks: dict[int, list[nn.Module]] = {}
+        self._known: set[int] = set()
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         places = {place.name: place for place in layout.anatomy.places}
         self._stubs = {
@@ -135,7 +136,7 @@ class Cut:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._scenes, self._home, self._blocks = {}, [], {}
+        self._scenes, self._home, self._blocks, self._known = {}, [], {}, set()
 
     def outline(self) -> Outline:
         """What modules before the blocks returned in the last run of the first stage, for the other stages.
@@ -173,6 +174,9 @@ class Cut:
             MisconfigurationException: If the model does not run its blocks once, in order, and without help of what the
                 modules before them returned to other stages.
         """
+        if self.layout.stages == 1:
+            self._outline = Outline({})
+            return Finished(step(*args, **(kwargs or {})))
         first, last = stage == 0, stage == self.layout.stages - 1
         low, high = self.layout.spans[stage]
         if low == high and not first and not last:
@@ -186,7 +190,7 @@ class Cut:
         output = None
         try:
             _put(self._scenes.get(stage, ()))
-            with nullcontext() if watch is None else self._watched(stage, watch):
+            with nullcontext() if watch is None and stage in self._known else self._watched(run):
                 output = step(*args, **(kwargs or {}))
         except StageBoundary:
             pass
@@ -195,8 +199,9 @@ class Cut:
             _put(self._home)
         if first:
             self._outline = Outline({name: tuple(calls) for name, calls in run.calls.items()})
-        if not run.stopped and self.layout.stages > 1 and not (last and run.reached):
+        if not run.stopped and not (last and run.reached):
             run.refuse_end()
+        self._known.add(stage)
         if watch is not None and outline is not None:
             _check(output, f"What the step returns on stage {stage}", watch)
             outline.seen.add(stage)
@@ -220,23 +225,27 @@ class Cut:
             run.record(name, output)
 
     @contextmanager
-    def _watched(self, stage: int, watch: Dependence) -> Iterator[None]:
-        """Looks at what is computed outside of own blocks, and at what goes into them."""
-        low, high = self.layout.spans[stage]
+    def _watched(self, run: Run) -> Iterator[None]:
+        """Writes down in which order own blocks run; looks at what is computed between them, and at what goes into them."""
+        watch, (low, high) = run.watch, self.layout.spans[run.stage]
+        order = run.order = []
 
-        def entering(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-            _check_arguments(name, module, args, kwargs, watch)
-            watch.pause()
+        def entering(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+            order.append(index)
+            if watch is not None:
+                _check_arguments(self.layout.blocks[index], module, args, kwargs, watch)
+                watch.pause()
 
         def leaving(module: nn.Module, args: Any, output: Any) -> None:
-            watch.resume()
+            if watch is not None:
+                watch.resume()
 
         with ExitStack() as stack:
-            for name, block in zip(self.layout.blocks[low:high], self._blocks[stage], strict=True):
-                hook = block.register_forward_pre_hook(partial(entering, name), with_kwargs=True)
+            for index, block in zip(range(low, high), self._blocks[run.stage], strict=True):
+                hook = block.register_forward_pre_hook(partial(entering, index), with_kwargs=True)
                 stack.callback(hook.remove)
                 stack.callback(block.register_forward_hook(leaving).remove)
-            stack.enter_context(watch)
+            stack.enter_context(nullcontext() if watch is None else watch)
             yield
 
     def _scene(self, modules: Mapping[str, nn.Module]) -> Scene:
@@ -264,7 +273,8 @@ def _check(value: Any, what: str, watch: Dependence) -> None:
     source = watch.source(value)
     if source is not None:
         raise MisconfigurationException(
-            f"{what} is computed from what {source} returned, which other stages have and this one has not. A model can be"
-            " cut where blocks get the hidden state from the block before, and all else from the batch; let the blocks"
-            " pass the value on with it, or train without pipeline parallelism."
+            f"{what} is computed from {source}, which is on another stage. Blocks of a model that is cut into stages get the"
+            " hidden state from the block before, and all else from the batch. Let the blocks pass the value on with the hidden"
+            " state; or, for a module that is used both before and after the blocks, name it in ParallelPlan(before=[...],"
+            " after=[...])."
         )

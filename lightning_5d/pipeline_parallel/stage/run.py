@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_5d.pipeline_parallel.stage.dependence import Dependence
 from lightning_5d.pipeline_parallel.stage.layout import Place, StageLayout
-from lightning_5d.pipeline_parallel.stage.outline import Outline, hollowed, outlined, tensors_of
+from lightning_5d.pipeline_parallel.stage.outline import Outline, TensorOutline, hollowed, outlined, tensors_of
 
 
 class StageBoundary(Exception):
@@ -36,6 +36,7 @@ class Run:
         stopped: Whether the stage has come to its end.
         payload: What it then hands on.
         calls: What calls of modules before the blocks returned, by the module's name.
+        order: Own blocks in the order in which they ran, if somebody writes it down.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Run:
         self.reached = self.stopped = False
         self.payload: Any = None
         self.calls: dict[str, list[Any]] = {}
+        self.order: list[int] | None = None
         self._low, self._high = layout.spans[stage]
         self._device = device
         self._entered = False
@@ -75,7 +77,7 @@ class Run:
             return lent(self.received)
         # Only the last one's result is used. What the code around makes of the others' is lost, or can be seen to be wrong.
         if self._earlier is None:
-            self._earlier = self._hollow("", self.received, "the blocks of earlier stages")
+            self._earlier = self._hollow("", self.received, "the result of an earlier stage's block")
         return self._earlier
 
     def other(self, place: Place) -> Any:
@@ -83,9 +85,9 @@ class Run:
         name, side = place.name, place.side
         if side == "after":
             raise MisconfigurationException(
-                f"{name} ran before the blocks had ended, but it is registered behind them, so only the last stage has it. If"
-                f" it runs before the blocks, the plan has to say so: ParallelPlan(before=[{name!r}]); if it runs on both sides"
-                f" of them, ParallelPlan(before=[{name!r}], after=[{name!r}])."
+                f"{name} ran before {self._end()} had, on stage {self.stage}, but it is registered behind the blocks, so only the"
+                f" last stage has it. If it runs before the blocks, the plan has to say so: ParallelPlan(before=[{name!r}]); if on"
+                f" both sides of them, ParallelPlan(before=[{name!r}], after=[{name!r}]). No block may be left out."
             )
         if self.reached:
             last = self.stage == self.layout.stages - 1
@@ -107,7 +109,14 @@ class Run:
                 f"{name} ran {number + 1} times on stage {self.stage}, but {len(known)} times on the first stage. All stages"
                 " have to go through a step in the same way."
             )
-        return self._hollow(name, known[number], name)
+        return self._hollow(name, known[number], f"the result of {name}")
+
+    def weight(self, name: str, like: Tensor) -> Tensor:
+        """What a weight of another stage's module gives."""
+        tensor = TensorOutline(tuple(like.shape), like.dtype).hollow(self._device)
+        if self.watch is not None:
+            self.watch.mark(tensor, name)
+        return tensor
 
     def _hollow(self, name: str, like: Any, source: str) -> Any:
         outline = self.outline
@@ -143,6 +152,8 @@ class Run:
                 f"The end of stage {self.stage} is inside of a reentrant checkpoint, which keeps no graph. Use"
                 " torch.utils.checkpoint with use_reentrant=False, or FiveD(activation_checkpointing=...)."
             )
+        if self.order is not None and self.order != list(range(self._low, self._high)):
+            self._refuse_order_of_blocks(self.order)
         self.stopped, self.payload = True, payload
         raise StageBoundary
 
@@ -159,21 +170,29 @@ class Run:
         )
 
     def _refuse_order(self, index: int) -> NoReturn:
-        blocks = self.layout.blocks
-        expected = blocks[self._high - 1] if self._high else blocks[0]
         raise MisconfigurationException(
-            f"{blocks[index]} came before {expected} had run, on stage {self.stage}. A model that is cut into stages runs all"
+            f"{self.layout.blocks[index]} came before {self._end()} had run, on stage {self.stage}. A model that is cut into stages runs all"
             " of its blocks, in the order in which they are registered; blocks that are skipped at random are not possible."
+        )
+
+    def _refuse_order_of_blocks(self, order: list[int]) -> NoReturn:
+        blocks = self.layout.blocks
+        raise MisconfigurationException(
+            f"Stage {self.stage} ran {', '.join(blocks[index] for index in order)}, but it has"
+            f" {', '.join(blocks[self._low : self._high])}. A model that is cut into stages runs all of its blocks, in the order"
+            " in which they are registered."
         )
 
     def refuse_end(self) -> NoReturn:
         """The step has ended, and the stage has not."""
-        blocks = self.layout.blocks
-        missing = blocks[self._high - 1] if self._high > self._low else blocks[max(self._low - 1, 0)]
         raise MisconfigurationException(
-            f"The step ended on stage {self.stage} without {missing}. A step of a model that is cut into stages has to run all"
+            f"The step ended on stage {self.stage} without {self._end()}. A step of a model that is cut into stages has to run all"
             " of its blocks."
         )
+
+    def _end(self) -> str:
+        """The block that the stage cannot end without."""
+        return self.layout.blocks[max(self._high - 1, 0)]
 
 
 class _Lent(torch.autograd.Function):

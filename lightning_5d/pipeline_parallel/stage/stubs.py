@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 
 from lightning_5d.absent import Absent, stand_in
 from lightning_5d.pipeline_parallel.stage.layout import Place
@@ -43,9 +44,22 @@ class AbsentModule(Absent):
                 f"{self.reason()} A model that is cut into stages runs only inside of training_step, validation_step, test_step"
                 " and predict_step, where all ranks take part: use trainer.validate, trainer.test or trainer.predict."
             )
+        if self.name != self.place.name:
+            raise MisconfigurationException(self.reason())
         if self.place.block is not None:
             return run.block(self.place.block, args, kwargs)
         return run.other(self.place)
+
+    def lost(self, attribute: str, like: Tensor) -> Tensor:
+        """A weight without values: a step may look at its dtype, device or shape.
+
+        Raises:
+            AttributeError: Outside of a run.
+        """
+        run = None if self.runs is None else self.runs.running
+        if run is None:
+            raise AttributeError(self.reason(attribute))
+        return run.weight(f"{self.name}.{attribute}", like)
 
     def reason(self, attribute: str | None = None) -> str:
         """Why it cannot be used."""
@@ -53,13 +67,7 @@ class AbsentModule(Absent):
         where = f"{self.name} belongs to {stages} of the pipeline, and this rank holds nothing of it."
         if attribute is None:
             return where
-        where += f" So it has no {self.name}.{attribute}."
-        if self.place.block is not None:
-            return where
-        return (
-            f"{where} If the module is used both before and after the blocks, the plan has to say so:"
-            f" ParallelPlan(before=[{self.name!r}], after=[{self.name!r}])."
-        )
+        return f"{where} So it has no {self.name}.{attribute}."
 
     def __reduce__(self) -> Any:
         # Its class was made for it, and has no name to be found by.
@@ -71,7 +79,7 @@ class AbsentModule(Absent):
         return new
 
 
-def stub(place: Place, module: Any, stages: tuple[int, ...], runs: Runs) -> AbsentModule:
+def stub(place: Place, module: nn.Module, stages: tuple[int, ...], runs: Runs) -> AbsentModule:
     """A stand-in for the module at a place.
 
     Args:
@@ -80,9 +88,7 @@ def stub(place: Place, module: Any, stages: tuple[int, ...], runs: Runs) -> Abse
         stages: The stages that hold it.
         runs: Who runs stages here.
     """
-    new = stand_in(AbsentModule, module, place.name)
-    new.__dict__.update(place=place, stages=stages, runs=runs)
-    return new
+    return stand_in(AbsentModule, module, place.name, place=place, stages=stages, runs=runs)
 
 
 def _again(state: dict[str, Any]) -> AbsentModule:

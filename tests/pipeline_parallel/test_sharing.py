@@ -1,0 +1,73 @@
+"""What only the last stage sees, every stage sees, with the values of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.modules import Tokens
+from tests.pipeline_parallel.last_stages import Metered, staged
+from tests.ranks.pool import RankPool
+from tests.trainers import plain, quiet
+from tests.traps.replicas import one_and_same
+
+TRAINER = {"backend": None, "timeout": 50.0}
+ONE = {**TRAINER, "env": {"WORLD_SIZE": None}}
+
+
+def _loader(rows: int, size: int, seed: int, data_rank: int, data_ranks: int) -> DataLoader[Tensor]:
+    """This data rank's part of each of the batches of `size` that one process has."""
+    data = Tokens(rows, seed=seed)
+    own = [part for batch in torch.arange(rows).split(size) for part in batch.chunk(data_ranks)[data_rank].tolist()]
+    return DataLoader(data, size // data_ranks, sampler=own)
+
+
+def _fit(rank: int, ranks: int, sources: tuple[int, ...], one_source: bool) -> Any:
+    module = Metered(one_source)
+    arguments: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 1, "use_distributed_sampler": False}
+    trainer = quiet(**arguments) if ranks == 1 else staged(ranks, sources=sources, **arguments)
+    data_ranks = max(1, ranks // 2)
+    place = rank % data_ranks, data_ranks
+    # No batch can be divided by the number of microbatches, and the last one has fewer rows than there are of them.
+    trainer.fit(module, _loader(22, 10, 2, *place), [_loader(12, 8, seed, *place) for seed in (3, 4)])
+    return module.seen, module.outputs, plain(trainer.progress_bar_metrics)
+
+
+def _close(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            try:
+                _close(found[key], expected[key])
+            except AssertionError as error:
+                raise AssertionError(f"{key}: {error}") from None
+    elif isinstance(expected, str):
+        assert found == expected
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            try:
+                _close(one, other)
+            except AssertionError as error:
+                raise AssertionError(f"{index}: {error}") from None
+    else:
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("sources", [(1,), (0, 1)], ids=["last stage", "two directions"])
+def test_logs_metrics_and_outputs_equal_one_process_on_every_stage(ranks: RankPool, sources: tuple[int, ...]) -> None:
+    one_source = len(sources) == 1
+    expected = ranks(1, _fit, 1, sources, one_source, **ONE)[0]
+    for found in ranks(2, _fit, 2, sources, one_source, **TRAINER):
+        _close(found, expected)
+
+
+def test_replicas_count_once_beside_data_ranks(ranks: RankPool) -> None:
+    expected = ranks(1, _fit, 1, (1,), True, **ONE)[0]
+    found = ranks(4, _fit, 4, (1,), True, **TRAINER)
+    _close(found[2], found[0])
+    _close(found[3], found[1])
+    shared = ["train_loss", "train_sumd"]
+    print(expected[0][1], found[0][0][1])
