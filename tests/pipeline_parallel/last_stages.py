@@ -1,6 +1,6 @@
 """A plugin in which only the last stage comes to the end of a step, as in a pipeline, and a module that logs and counts there."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar

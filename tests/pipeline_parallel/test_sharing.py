@@ -11,7 +11,6 @@ from tests.modules import Tokens
 from tests.pipeline_parallel.last_stages import Metered, staged
 from tests.ranks.pool import RankPool
 from tests.trainers import plain, quiet
-from tests.traps.replicas import one_and_same
 
 TRAINER = {"backend": None, "timeout": 50.0}
 ONE = {**TRAINER, "env": {"WORLD_SIZE": None}}
@@ -69,5 +68,4 @@ def test_replicas_count_once_beside_data_ranks(ranks: RankPool) -> None:
     found = ranks(4, _fit, 4, (1,), True, **TRAINER)
     _close(found[2], found[0])
     _close(found[3], found[1])
-    shared = ["train_loss", "train_sumd"]
     print(expected[0][1], found[0][0][1])
