@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_5d.pipeline_parallel.channels import Channels
 from torch import Tensor
 
 from lightning_5d.mesh import AXES, ParallelMesh
+from lightning_5d.pipeline_parallel.channels import Channels
 from lightning_5d.pipeline_parallel.executor import Executor, Work
 from lightning_5d.pipeline_parallel.program import program_of
 from lightning_5d.pipeline_parallel.schedule import Schedule
