@@ -277,13 +277,9 @@ def units(module: nn.Module, options: ActivationCheckpointing, plan: ParallelPla
                 chosen.append(name)
     else:
         chosen = [name for name in blocks if not any(other.startswith(f"{name}.") for other in blocks)]
-<<<<<<< HEAD
-    return [name for name in chosen[:: options.every] if not isinstance(module.get_submodule(name), Absent)]
-=======
     # Counted in the whole model, so that a pipeline changes nothing; what it has left of other stages' blocks has no weights.
     chosen = chosen[:: options.every]
-    return chosen if options.modules else [name for name in chosen if _has_weights(module.get_submodule(name))]
->>>>>>> zerosched
+    return [name for name in chosen if not isinstance(module.get_submodule(name), Absent)]
 
 
 def module_problems(options: ActivationCheckpointing, module: nn.Module, given: ParallelPlan | None) -> list[Problem]:
@@ -359,10 +355,6 @@ def _is_compiled(module: nn.Module) -> bool:
         isinstance(inner, torch._dynamo.OptimizedModule) or inner._compiled_call_impl is not None
         for inner in module.modules()
     )
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _pattern(pattern: str) -> re.Pattern[str]:
