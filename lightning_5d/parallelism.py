@@ -211,6 +211,10 @@ class Parallelized:
         """
         return ()
 
+    def optimizer_context(self) -> AbstractContextManager[None]:
+        """A context around the user's `configure_optimizers`."""
+        return nullcontext()
+
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
         """What is wrong with the user's optimizers for parameters as this axis has placed them."""
         return []

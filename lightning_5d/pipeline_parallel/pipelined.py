@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -159,6 +159,10 @@ class Pipelined(Scheduling):
     @override
     def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
         return ("pp",)
+
+    @override
+    def optimizer_context(self) -> AbstractContextManager[None]:
+        return self.cut.optimizer_context()
 
     @override
     def close(self) -> None:

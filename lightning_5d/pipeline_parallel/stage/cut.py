@@ -17,7 +17,7 @@ from lightning_5d.parallelism import Part
 from lightning_5d.pipeline_parallel.stage.dependence import Dependence
 from lightning_5d.pipeline_parallel.stage.layout import StageLayout
 from lightning_5d.pipeline_parallel.stage.outline import Outline
-from lightning_5d.pipeline_parallel.stage.placeholder import Placeholder
+from lightning_5d.pipeline_parallel.stage.placeholders import accepting_empty
 from lightning_5d.pipeline_parallel.stage.run import Run, StageBoundary
 from lightning_5d.pipeline_parallel.stage.stubs import stub
 
@@ -59,11 +59,14 @@ class Cut:
         layout: Which stage holds what.
         stages_here: The stages of this rank, in order.
         running: The run that is going on.
+        device: Where its weights are.
+        optimizing: Optimizers are being made: a weight that is not here is one without elements.
     """
 
     def __init__(self, module: nn.Module, layout: StageLayout, stages_here: Sequence[int]) -> None:
         self.layout, self.stages_here = layout, tuple(sorted(stages_here))
         self.running: Run | None = None
+        self.optimizing = False
         self._module = module
         self._outline: Outline | None = None
         self._handles: list[RemovableHandle] = []
@@ -71,7 +74,7 @@ class Cut:
         self._home: Scene = []
         self._blocks: dict[int, list[nn.Module]] = {}
         self._known: set[int] = set()
-        self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         places = {place.name: place for place in layout.anatomy.places}
         self._stubs = {
             name: stub(place, module.get_submodule(name), layout.stages_of(place), self)
@@ -79,8 +82,6 @@ class Cut:
         }
         self._held = tuple(n for n, found in self._stubs.items() if not set(self.stages_here).isdisjoint(found.stages))
         _put(self._scene({n: found for n, found in self._stubs.items() if n not in self._held}))
-        if layout.stages > 1 and not any(parameter.requires_grad for parameter in module.parameters()):
-            module.add_module(Placeholder.name, Placeholder(self._device))
 
     @property
     def owners(self) -> Mapping[str, tuple[int, ...]]:
@@ -138,6 +139,19 @@ class Cut:
         self._handles.clear()
         self._scenes, self._home, self._blocks, self._known = {}, [], {}, set()
 
+    @contextmanager
+    def optimizer_context(self) -> Iterator[None]:
+        """A context in which optimizers may be made of weights that this rank does not hold; see `is_placeholder`."""
+        if self.layout.stages == 1:
+            yield
+            return
+        self.optimizing = True
+        try:
+            with accepting_empty(self.device):
+                yield
+        finally:
+            self.optimizing = False
+
     def outline(self) -> Outline:
         """What modules before the blocks returned in the last run of the first stage, for the other stages.
 
@@ -186,7 +200,7 @@ class Cut:
         if not first and outline is None:
             raise ValueError(f"Stage {stage} needs the outline that the first stage gave for inputs of this signature.")
         watch = Dependence() if outline is not None and not first and stage not in outline.seen else None
-        run = self.running = Run(self.layout, stage, received, outline, self._device, watch)
+        run = self.running = Run(self.layout, stage, received, outline, self.device, watch)
         output = None
         try:
             _put(self._scenes.get(stage, ()))
