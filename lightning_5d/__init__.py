@@ -4,6 +4,7 @@ from lightning_5d.activation_checkpointing import ActivationCheckpointing
 from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.loss_scaling import LossScaling
 from lightning_5d.parallelism import Parallelism, Problem, RunContext
+from lightning_5d.pipeline_parallel.pipeline import PipelineParallel
 from lightning_5d.plan import ParallelPlan
 from lightning_5d.precision import FiveDPrecision
 from lightning_5d.registry import register_strategies
@@ -17,6 +18,7 @@ __all__ = [
     "LossScaling",
     "ParallelPlan",
     "Parallelism",
+    "PipelineParallel",
     "Problem",
     "RunContext",
     "SkippedStep",

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from typing_extensions import override
 
+from lightning_5d.absent import Absent
 from lightning_5d.memory_budget import BudgetKeeping, MemoryBudget
 from lightning_5d.names import plain_name
 from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized, Problem, RunContext
@@ -276,7 +277,9 @@ def units(module: nn.Module, options: ActivationCheckpointing, plan: ParallelPla
                 chosen.append(name)
     else:
         chosen = [name for name in blocks if not any(other.startswith(f"{name}.") for other in blocks)]
-    return chosen[:: options.every]
+    # Counted in the whole model, so that a pipeline changes nothing; what it has left of other stages' blocks has no weights.
+    chosen = chosen[:: options.every]
+    return [name for name in chosen if not isinstance(module.get_submodule(name), Absent)]
 
 
 def module_problems(options: ActivationCheckpointing, module: nn.Module, given: ParallelPlan | None) -> list[Problem]:

@@ -12,7 +12,7 @@ gives the factor that gradients are multiplied with before anybody reads them. I
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,12 +103,51 @@ class LossWindow:
         if weight is None:
             return 1.0
         self._weight_sum += weight
+        return self.provisional(weight, group, device)
+
+    def provisional(
+        self, weight: float, group: dist.ProcessGroup, device: torch.device, *, agree: bool = True
+    ) -> float:
+        """The factor for a microbatch of this weight, not counted in; all data ranks call it together.
+
+        Args:
+            weight: The weight.
+            group: The data ranks.
+            device: Where a collective's tensor may live.
+            agree: Whether the very first weight may set the common size.
+        """
         if self._reference is None:
             # A common size for weights, so that scaled losses stay near the true ones; later windows use the last mean.
-            total = torch.tensor([weight, 1.0], dtype=torch.float64, device=device)
+            total = torch.tensor([weight if agree else 1.0, 1.0], dtype=torch.float64, device=device)
             dist.all_reduce(total, group=group)
             self._reference = float(total[0] / total[1]) or 1.0
         return weight / self._reference
+
+    def add_batch(
+        self, weights: Sequence[float | None], group: dist.ProcessGroup, device: torch.device, *, agree: bool = True
+    ) -> None:
+        """Counts a batch in whose microbatches ran as a schedule; every stage's data ranks call it together.
+
+        Args:
+            weights: The weight of each of its microbatches.
+            group: The data ranks.
+            device: Where a collective's tensor may live.
+            agree: As it was for `provisional`.
+
+        Raises:
+            ValueError: If some microbatches of the window have weights and others have none.
+        """
+        given = [weight for weight in weights if weight is not None]
+        self.count += 1
+        self._weighted += bool(given)
+        if len(given) not in (0, len(weights)) or self._weighted not in (0, self.count):
+            raise ValueError(
+                f"Of {len(weights)} microbatches of a batch {len(given)} returned a weight. Return one from every training_step,"
+                " or from none."
+            )
+        if given:
+            self._weight_sum += sum(given)
+            self.provisional(given[0], group, device, agree=agree)  # on stages that have not seen the first
 
     def correction(
         self, planned: int, group: dist.ProcessGroup, device: torch.device, batches: float = math.inf

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -89,20 +91,30 @@ class ParallelMesh:
     Attributes:
         sizes: Size of every axis in `AXES`.
         device_mesh: The axes larger than one (and always ``dp_shard``) as a `DeviceMesh`.
+        timeout: Longest wait for other ranks.
     """
 
     sizes: dict[str, int]
     device_mesh: DeviceMesh
+    timeout: timedelta = timedelta(minutes=30)
 
     @classmethod
-    def create(cls, sizes: dict[str, int], device_type: str) -> ParallelMesh:
+    def create(
+        cls, sizes: dict[str, int], device_type: str, timeout: timedelta = timedelta(minutes=30)
+    ) -> ParallelMesh:
         """Arranges the ranks of the initialised world; every rank calls it.
 
         Axes of size one are left out, as each would cost a process group per rank.
         """
         names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == "dp_shard")
         mesh = init_device_mesh(device_type, tuple(sizes[n] for n in names), mesh_dim_names=names)
-        return cls(dict(sizes), mesh)
+        return cls(dict(sizes), mesh, timeout)
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        kind = self.device_mesh.device_type
+        return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def size(self, *axes: str) -> int:
         """Number of ranks along these axes together."""

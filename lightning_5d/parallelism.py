@@ -152,9 +152,9 @@ class Parallelized:
 
     # [Note: schedules]
     # An axis that runs a step as a schedule of microbatches, forwards and backwards of several of them in any order, does so
-    # inside `schedule` of all other axes. There the hooks around single steps and backwards (`begin_microbatch`,
+    # inside `scheduled` of all other axes. There the hooks around single steps and backwards (`begin_microbatch`,
     # `before_backward`, `after_backward`) do not come; `call` still does, around every call of the user's step.
-    def schedule(self, parts: Sequence[Part], *, last: bool, backward: bool) -> AbstractContextManager[None]:
+    def scheduled(self, parts: Sequence[Part], *, last: bool, backward: bool) -> AbstractContextManager[None]:
         """A context around a whole schedule of microbatches; all ranks that share a part enter it together.
 
         Inside, gradients add up in ``grad`` of the parameters that the module shows. After it, they are where the optimizer
@@ -168,10 +168,10 @@ class Parallelized:
         return nullcontext()
 
     def part_begins(self, stage: int) -> None:
-        """Comes inside `schedule` before each forward, backward or weight gradient of a part."""
+        """Comes inside `scheduled` before each forward, backward or weight gradient of a part."""
 
     def part_ends(self, stage: int, *, gradients: bool = False, complete: bool = False) -> None:
-        """Comes inside `schedule` after each of them.
+        """Comes inside `scheduled` after each of them.
 
         Args:
             stage: The part's.
@@ -211,6 +211,10 @@ class Parallelized:
             rank's gradient does not count at all: one of two stages that own a tied weight says so, and only one.
         """
         return ()
+
+    def optimizer_context(self) -> AbstractContextManager[None]:
+        """A context around the user's `configure_optimizers`."""
+        return nullcontext()
 
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
         """What is wrong with the user's optimizers for parameters as this axis has placed them."""

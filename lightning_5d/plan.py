@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -17,13 +17,28 @@ class ParallelPlan:
 
     Attributes:
         blocks: Fully-qualified names of the repeated blocks, in the order they run; ``*`` stands for one or more
-            characters without a dot, as in ``"model.layers.*"``.
-        source: Where the plan came from, for messages.
+            characters without a dot, as in ``"model.layers.*"``. Found by itself when empty.
+        source: Where the blocks came from, for messages; ``"automatic"`` if nobody chose them.
+        before: Modules that run before the blocks, where the order of registration says otherwise. One that is named in
+            `after` too runs on both sides of them.
+        after: Modules that run after the blocks.
     """
 
     blocks: tuple[str, ...] = ()
-    source: str = "automatic"
+    source: str = "given"
     options: Mapping[str, Any] = field(default_factory=dict)
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "before", "after"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+
+    @property
+    def chosen(self) -> bool:
+        """Whether a person chose the blocks, and not `find_blocks`."""
+        return self.source != "automatic"
 
     def block_names(self, module: nn.Module) -> list[str]:
         """Names of the module's blocks, in module order.
@@ -64,7 +79,7 @@ def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelP
         TypeError: If something called ``parallel_plan`` is not a `ParallelPlan`.
     """
     if given is not None:
-        return given
+        return _with_blocks(given, module)
     for name, owner in [("", module), *module.named_children()]:
         found = getattr(owner, "parallel_plan", None)
         if found is None:
@@ -74,8 +89,15 @@ def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelP
         if not isinstance(plan, ParallelPlan):
             raise TypeError(f"{where} is a {type(plan).__name__}; it must be, or return, a ParallelPlan.")
         prefix = f"{name}." if name else ""
-        return ParallelPlan(tuple(prefix + block for block in plan.blocks), where, plan.options)
+        blocks, before, after = (tuple(prefix + n for n in names) for names in (plan.blocks, plan.before, plan.after))
+        return _with_blocks(ParallelPlan(blocks, where, plan.options, before, after), module)
     return ParallelPlan(tuple(find_blocks(module)), "automatic")
+
+
+def _with_blocks(plan: ParallelPlan, module: nn.Module) -> ParallelPlan:
+    if plan.blocks:
+        return plan
+    return replace(plan, blocks=tuple(find_blocks(module)), source="automatic")
 
 
 def find_blocks(module: nn.Module) -> list[str]:

@@ -216,12 +216,17 @@ class FiveDPrecision(Precision):
         if self.compute_dtype is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
-        # A manual backward runs inside the step, where autocast would reach the backward's own operations.
+        with self.backward_context():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    @contextmanager
+    def backward_context(self) -> Generator[None, None, None]:
+        """What a backward needs that runs inside a step, where autocast would reach the backward's own operations."""
         with ExitStack() as contexts:
             contexts.enter_context(torch.autocast(self._device_type, enabled=False))
             if self._casting is not None:
                 contexts.enter_context(self._casting.paused())
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+            yield
 
     # Optimizer steps
 

@@ -8,8 +8,9 @@ else, samplers among it, keeps the stream that is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 @contextmanager
 def step_stream(
     trainer: pl.Trainer, mesh: ParallelMesh, device: torch.device, indices: Sequence[int]
-) -> Generator[None, None, None]:
+) -> Generator[Callable[[str], None], None, None]:
     """A context in which torch draws the numbers of one step of this data rank.
+
+    Gives a function that begins the stream of a part of the step, by name; for a step that runs in parts.
 
     Args:
         trainer: Knows what kind of step this is, and its number in the whole run for training.
@@ -41,4 +44,12 @@ def step_stream(
         devices=[device.index or 0] if accelerated else [], device_type=device.type if accelerated else "cuda"
     ):
         torch.manual_seed(seed)
-        yield
+        yield partial(_begin_part, seed, device)
+
+
+def _begin_part(seed: int, device: torch.device, name: str) -> None:
+    # Not `torch.manual_seed`, which looks for every kind of device there is, each time.
+    part = module_seed(seed, name)
+    torch.default_generator.manual_seed(part)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(part)

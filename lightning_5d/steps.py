@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_l
 from lightning_5d.parallelism import Parallelized
 from lightning_5d.precision import FiveDPrecision
 from lightning_5d.random_streams import step_stream
+from lightning_5d.scheduling import Scheduling, StepRun, looks_at_gradients
 from lightning_5d.skipped_steps import LOSS_SCALE, SkippedSteps
 
 if TYPE_CHECKING:
@@ -81,8 +83,10 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
             # Where Lightning clears gradients; an `optimizer_step` of the user's may have left the last ones unused.
             self._window.restart()
             self.overflow, self._skip_reason = False, None
-        for applied in self.parallelized:
-            applied.begin_microbatch(last=not self._accumulating)
+        scheduling = self._scheduling
+        if scheduling is None:
+            for applied in self.parallelized:
+                applied.begin_microbatch(last=not self._accumulating)
 
         def step(*args: Any, **kwargs: Any) -> Any:
             output: Any = module.training_step(*args, **kwargs)
@@ -93,7 +97,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
                 output = {**output, "loss": zero_like_loss(output["loss"])}
             return output
 
-        output = self._run(step, self.precision_plugin.train_step_context(), args, kwargs)
+        output = self._run(step, self.precision_plugin.train_step_context(), args, kwargs, backward=True)
         if self.logs is not None:
             self.logs.step_begins()
             if not module.automatic_optimization:
@@ -121,12 +125,15 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         precision: AbstractContextManager[None],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        backward: bool = False,
     ) -> Any:
         """One call of a user's step, inside the contexts and calls of all axes (the first plugin outermost)."""
         with ExitStack() as contexts:
             contexts.enter_context(precision)
             trainer = self.connected_module.trainer
-            contexts.enter_context(step_stream(trainer, self.mesh, self.root_device, args[1:]))
+            reseed = contexts.enter_context(step_stream(trainer, self.mesh, self.root_device, args[1:]))
+            if self._scheduling is not None:
+                self._scheduling.begin_step(self._step_run(backward, reseed))
             for applied in self.parallelized:
                 contexts.enter_context(applied.step_context())
             batch, *rest = args or (None,)
@@ -136,6 +143,55 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
             for applied in reversed(self.parallelized):
                 call = partial(_called_by, applied, call)
             return call(*((batch, *rest) if args else ()), **kwargs)
+
+    @property
+    def _scheduling(self) -> Scheduling | None:
+        """The axis that runs steps by a schedule of its own, if there is one."""
+        return next((applied for applied in self.parallelized if isinstance(applied, Scheduling)), None)
+
+    def _step_run(self, backward: bool, reseed: Callable[[str], None]) -> StepRun:
+        module = self.connected_module
+        trainer = module.trainer
+        kind = trainer.state.stage.value if trainer.state.stage else ""
+        if not backward:
+            return StepRun(kind, trainer.current_epoch, reseed=reseed)
+        return StepRun(
+            kind,
+            trainer.current_epoch,
+            backward=True,
+            first=trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0,
+            last=not self._accumulating,
+            keep_gradients=looks_at_gradients(trainer),
+            start=self._start,
+            around_backward=self._backward_context,
+            reseed=reseed,
+        )
+
+    @property
+    def _backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+        plugin = self.precision_plugin
+        if not isinstance(plugin, FiveDPrecision) or plugin.compute_dtype is None:
+            return None
+        return plugin.backward_context
+
+    def _start(self, output: Any, share: float) -> tuple[Tensor, Tensor]:
+        """Where the backward of a microbatch starts that a schedule runs."""
+        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        factor = share / self.connected_module.trainer.accumulate_grad_batches
+        if self._weight is not None:
+            agree = self._scheduling is None or self._scheduling.first_weights_agree()
+            weight = self._window.provisional(self._weight, self.mesh.data_group, self.root_device, agree=agree)
+            factor *= weight / share
+        if self._scaler is not None:
+            factor *= self._scaler.scale
+        if not loss.requires_grad:
+            raise MisconfigurationException(
+                f"training_step returned a loss on rank {self.global_rank} that depends on no trained weight and on nothing that"
+                " an earlier stage has computed, so there is no backward."
+            )
+        # In half precision the factor, or the gradient it makes, could overflow.
+        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+        return wide, torch.full_like(wide, factor)
 
     def _check_agreement(self, batch: Any, what: str, *indices: Any) -> None:
         """On the first batch of an epoch, ranks that must hold the same batch compare theirs."""
@@ -164,6 +220,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         module, precision = self.connected_module, self.precision_plugin
         self.pre_backward(closure_loss)
         loss = precision.pre_backward(closure_loss, module)
+        if self._scheduling is not None:
+            return self._end_of_schedule(self._scheduling, closure_loss)
         if module.automatic_optimization:
             factor = self._window.scale(self._weight, self.mesh.data_group, self.root_device)
             loss = loss if factor == 1.0 else loss * factor
@@ -176,6 +234,18 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         if module.automatic_optimization and self.logs is not None:
             self.logs.step_ends()
         closure_loss = precision.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _end_of_schedule(self, scheduling: Scheduling, closure_loss: Tensor) -> Tensor:
+        """Backward, of a step whose schedule has run it already."""
+        weights = scheduling.give_gradients()
+        agree = scheduling.first_weights_agree()
+        self._window.add_batch(weights, self.mesh.data_group, self.root_device, agree=agree)
+        self._summed_up = False
+        if self.logs is not None:
+            self.logs.step_ends()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.connected_module)
         self.post_backward(closure_loss)
         return closure_loss
 

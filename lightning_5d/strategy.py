@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -248,7 +248,7 @@ class FiveD(ParallelSteps):
         context, problems = self._run_context(self.lightning_module)
         raise_problems(problems)
         if self._mesh is None:
-            self._mesh = ParallelMesh.create(context.sizes, device.type)
+            self._mesh = ParallelMesh.create(context.sizes, device.type, self._timeout)
             rank_zero_info(f"FiveD: {self._mesh.describe()}")
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self._mesh.device_mesh  # for `configure_model`, as Lightning documents
@@ -296,7 +296,10 @@ class FiveD(ParallelSteps):
             self._parallelize(module, fitting)
         if fitting:
             self._reset_optimizers()
-            self.setup_optimizers(trainer)
+            with ExitStack() as contexts:
+                for applied in self.parallelized:
+                    contexts.enter_context(applied.optimizer_context())
+                self.setup_optimizers(trainer)
             raise_problems([p for applied in self.parallelized for p in applied.optimizer_problems(self.optimizers)])
         self.setup_precision_plugin()
         if fitting:

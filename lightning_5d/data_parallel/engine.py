@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_5d.data_parallel import account
 from lightning_5d.data_parallel.agreement import Agreement
-from lightning_5d.data_parallel.blocks import Blocks, cut
 from lightning_5d.data_parallel.exchange import Exchange
-from lightning_5d.data_parallel.param_group import RecordingParamGroup, adopt, state_of
+from lightning_5d.data_parallel.options import ShardOptions
+from lightning_5d.data_parallel.param_group import RecordingParamGroup, adopt
+from lightning_5d.data_parallel.parts import Owners
 from lightning_5d.data_parallel.reducer import GradientReducer
 from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.shown_gradients import ShownGradients
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
-from lightning_5d.data_parallel.transports import open_transport
-from lightning_5d.module_casting import keeps_full_precision
+from lightning_5d.parallelism import Part
 
 # So many groups are on their way while one is copied: ranks hardly wait for each other, and hold little twice.
 _GATHERED_AHEAD = 3
-
-
-@dataclass(frozen=True)
-class ShardOptions:
-    """How parameters, gradients and optimizer state are spread over the data ranks.
-
-    Attributes:
-        stage: 0 replicates everything; 1 shards the optimizer state; 2 also gradients; 3 also parameters.
-        mp_policy: Dtypes of compute and reduction over fp32 master weights. None computes in the parameters' dtype.
-        offload: ``"optimizer+parameters"`` keeps sharded parameters, gradients and optimizer state in host memory.
-        synchronize: Makes parameters and buffers of all data ranks equal to those of the first one before sharding.
-        shared_memory: Ranks on one host exchange through shared memory where possible (CPU only).
-    """
-
-    stage: int = 1
-    mp_policy: MixedPrecisionPolicy | None = None
-    offload: Literal["none", "optimizer+parameters"] = "none"
-    synchronize: bool = True
-    shared_memory: bool = True
-
-    def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage={self.stage!r} is none of ZeRO's stages; choose 0, 1, 2 or 3.")
-        if self.offload not in ("none", "optimizer+parameters"):
-            raise ValueError(f"offload={self.offload!r} is unknown; choose 'none' or 'optimizer+parameters'.")
-        if self.offload != "none" and self.stage == 0:
-            raise ValueError("offload='optimizer+parameters' needs sharded parameters; choose stage 1, 2 or 3, not 0.")
 
 
 class Engine:
@@ -77,6 +46,26 @@ class Engine:
         Then ``grad`` is the mean over the data ranks, and None for parameters that no rank used. Before, in the middle
         of an accumulation window, gradients are not readable: they may be unreduced, on their way, or absent.
         """
+
+    @contextmanager
+    def schedule(self, parts: Sequence[Part], *, last: bool, backward: bool) -> Iterator[None]:
+        """Around a schedule of microbatches, in place of `begin` and `wait`; all data ranks run the same one.
+
+        Inside, the module's forward and that of all its parts run as if nothing was sharded, and gradients add up in
+        ``grad`` of the parameters that stand in the module.
+
+        Args:
+            parts: What the schedule runs on its own.
+            last: Gradients are complete after it, and reduced.
+            backward: Whether it has backwards.
+        """
+        yield
+
+    def part_begins(self, stage: int) -> None:
+        """Call before each forward, backward or weight gradient of a part."""
+
+    def part_ends(self, stage: int, *, gradients: bool, complete: bool) -> None:
+        """Call after each of them; ``gradients``: a microbatch's have been added up; ``complete``: they were the last."""
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -103,20 +92,49 @@ class ReplicatedEngine(Engine):
         super().__init__(module, options)
         self._transport = transport
         self._reducer: GradientReducer | None = None
+        self._parts: tuple[Part, ...] | None = None
 
     @override
     def begin(self, last: bool = True) -> None:
-        trainable = [param for param in self.module.parameters() if param.requires_grad]
-        if self._reducer is None or not self._reducer.covers(trainable):  # also after freezing and unfreezing
-            if self._reducer is not None:
-                self._reducer.close()
-            self._reducer = GradientReducer(trainable, self._transport, self.traffic)
-        self._reducer.synchronize = last
+        self._reducer_for(None).synchronize = last
 
     @override
     def wait(self) -> None:
         if self._reducer is not None:
             self._reducer.finish()
+
+    @override
+    @contextmanager
+    def schedule(self, parts: Sequence[Part], *, last: bool, backward: bool) -> Iterator[None]:
+        if not backward:
+            yield
+            return
+        reducer = self._reducer_for(tuple(parts))
+        reducer.synchronize = last
+        try:
+            yield
+        except BaseException:
+            reducer.drop()
+            raise
+        reducer.finish()
+
+    @override
+    def part_ends(self, stage: int, *, gradients: bool, complete: bool) -> None:
+        if complete and gradients and self._reducer is not None:
+            self._reducer.part_is_complete(stage)
+
+    def _reducer_for(self, parts: tuple[Part, ...] | None) -> GradientReducer:
+        trainable = [param for param in self.module.parameters() if param.requires_grad]
+        reducer = self._reducer
+        if reducer is not None:
+            reducer.settle()
+        if reducer is None or self._parts != parts or not reducer.covers(trainable):  # also after (un)freezing
+            if reducer is not None:
+                reducer.close()
+            owners = None if parts is None else Owners(parts).of_parameters(self.module)
+            reducer = GradientReducer(trainable, self._transport, self.traffic, parts=owners)
+            self._reducer, self._parts = reducer, parts
+        return reducer
 
     @override
     def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -158,9 +176,9 @@ class ShardedEngine(Engine):
             # A block that is called before the root must not become a root of its own.
             state._lazy_init = self._root._lazy_init
         self._wrap_root_hooks()
-        self._handles = []
+        self._handles: list[tuple[nn.Module, RemovableHandle]] = []
         for owner in self._root_owners():
-            self._handles.append(owner.register_forward_pre_hook(self._before_outside_call))
+            self._handles.append((owner, owner.register_forward_pre_hook(self._before_outside_call)))
 
     @override
     def begin(self, last: bool = True) -> None:
@@ -200,7 +218,7 @@ class ShardedEngine(Engine):
     def unsharded(self) -> Iterator[None]:
         self._initialize()
         self.reshard()
-        self._gather()
+        self._gather(self.groups)
         after_forward = [group.post_forward_mesh_info for group in self.groups]
         for group in self.groups:
             group.post_forward_mesh_info = None  # a forward in here must neither free nor gather anything
@@ -239,7 +257,7 @@ class ShardedEngine(Engine):
 
     @override
     def close(self) -> None:
-        for handle in self._handles:
+        for _, handle in self._handles:
             handle.remove()
         self._reshard()
         if self._exchange is not None:
@@ -306,7 +324,7 @@ class ShardedEngine(Engine):
             self._scalars.to_plain()
         if self.options.stage < 3:
             # All at once and in one order, whatever this rank's forward will use.
-            self._gather()
+            self._gather(self.groups)
 
     def _after_forward(self) -> None:
         self._depth = max(self._depth - 1, 0)
@@ -339,12 +357,12 @@ class ShardedEngine(Engine):
         owners.pop(id(self.module), None)
         return list(owners.values())
 
-    def _gather(self) -> None:
+    def _gather(self, groups: Sequence[RecordingParamGroup]) -> None:
         if self._scalars is not None:
             self._scalars.to_plain()
-        ahead = len(self.groups) if self._exchange is None else _GATHERED_AHEAD
-        for index, group in enumerate(self.groups):
-            for coming in self.groups[index : index + 1 + ahead]:
+        ahead = len(groups) if self._exchange is None else _GATHERED_AHEAD
+        for index, group in enumerate(groups):
+            for coming in groups[index : index + 1 + ahead]:
                 coming.unshard()
             group.wait_for_unshard()
 
@@ -374,122 +392,3 @@ class ShardedEngine(Engine):
         if self._scalars is not None:
             self._scalars.reduce([bool(value) for value in values], self._meshes)
         return used
-
-
-def shard(
-    module: nn.Module,
-    blocks: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    options: ShardOptions | None = None,
-) -> Engine:
-    """Spreads a module over the data ranks of ``mesh``, in place; names of modules and parameters do not change.
-
-    Args:
-        module: The root. Its ``forward`` must run around every training and validation step.
-        blocks: Submodules to gather and reduce one at a time (the layers of a transformer). May be empty.
-        mesh: One axis (shard) or two (replicate, shard); may be a part of a larger mesh.
-        options: Stage, precision and offload; see :class:`ShardOptions`.
-
-    Returns:
-        The engine that the training loop calls: ``begin`` before a microbatch, ``wait`` before reading gradients.
-
-    Raises:
-        ValueError: If the mesh has no or more than two axes, or a block is not inside ``module``.
-    """
-    options = options or ShardOptions()
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"The data mesh has {mesh.ndim} axes; give one (shard) or two (replicate, shard).")
-    mixed = options.mp_policy is not None and options.mp_policy.param_dtype is not None
-    # Apart, as the parameters of one group are reduced together, and on GPUs only if their gradients have one dtype.
-    whole = [part for part in module.modules() if mixed and part is not module and keeps_full_precision(part)]
-    cuts = cut(module, [*blocks, *whole])
-    axes = _axes(mesh)
-    if options.synchronize and axes:
-        for axis in axes:
-            broadcast_from_first(module, axis.get_group())
-    if not axes and not mixed and options.offload == "none":
-        return Engine(module, options)
-    gloo = mesh.device_type == "cpu"
-    if options.stage == 0 and gloo and not mixed:
-        return ReplicatedEngine(module, options, open_transport(_flat_group(mesh, axes), options.shared_memory))
-    return _shard_with_fsdp2(module, cuts, mesh, axes, options, gloo)
-
-
-def _shard_with_fsdp2(
-    module: nn.Module, cuts: Blocks, mesh: DeviceMesh, axes: list[DeviceMesh], options: ShardOptions, gloo: bool
-) -> Engine:
-    settings: dict[str, Any] = {"mp_policy": options.mp_policy or MixedPrecisionPolicy()}
-    apply: Callable[..., Any]
-    if options.stage == 0:
-        apply = replicate
-        settings["mesh"] = mesh if mesh.ndim == 1 else mesh._flatten()
-        axes = [settings["mesh"]] if settings["mesh"].size() > 1 else []
-        shard_axis, replicate_axis = None, axes[0] if axes else None
-    else:
-        apply = fully_shard
-        settings["mesh"] = mesh if len(axes) == 2 or mesh.ndim == 1 else mesh[_names(mesh)[1]]
-        settings["reshard_after_forward"] = options.stage == 3
-        if options.offload != "none":
-            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=not gloo)
-        shard_axis, replicate_axis = _roles(mesh, axes)
-    scalars = [param for param in module.parameters() if param.ndim == 0]
-    for param in module.parameters():
-        if not param.is_contiguous():  # channels_last, for one: FSDP2 refuses it; values stay the same
-            param.data = param.data.contiguous()
-    for block in cuts.modules:
-        policy = MixedPrecisionPolicy() if keeps_full_precision(block) else settings["mp_policy"]
-        apply(block, **{**settings, "mp_policy": policy}, ignored_params=cuts.left_to_root | set(scalars))
-    if options.stage != 0:
-        settings["reshard_after_forward"] = False
-    apply(module, **settings, ignored_params=set(scalars))
-    scalar_params = ScalarParams(module, scalars, settings["mesh"]) if scalars else None
-    exchange = None
-    if gloo:
-        exchange = Exchange(
-            shard=open_transport(shard_axis.get_group(), options.shared_memory) if shard_axis is not None else None,
-            replicate=open_transport(replicate_axis.get_group(), options.shared_memory) if replicate_axis else None,
-            traffic=Traffic(),
-            keep_unsharded=options.stage < 3,
-        )
-    order = {id(inner): position for position, inner in enumerate(module.modules())}
-    states = [state_of(module)] + [state_of(b) for b in sorted(cuts.modules, key=lambda block: order[id(block)])]
-    return ShardedEngine(module, options, states, axes, exchange, scalar_params)
-
-
-def _axes(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """The one-dimensional meshes of those axes that have more than one rank."""
-    if mesh.ndim == 1:
-        return [mesh] if mesh.size() > 1 else []
-    return [mesh[name] for name in _names(mesh) if mesh[name].size() > 1]
-
-
-def _roles(mesh: DeviceMesh, axes: list[DeviceMesh]) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Which axis shards and which replicates."""
-    if mesh.ndim == 1:
-        return (axes[0] if axes else None), None
-    replicate_name, shard_name = _names(mesh)
-    by_name = {name: axis for axis in axes for name in _names(axis)}
-    return by_name.get(shard_name), by_name.get(replicate_name)
-
-
-def _names(mesh: DeviceMesh) -> tuple[str, ...]:
-    if mesh.mesh_dim_names is None:
-        raise ValueError("The axes of a two-dimensional data mesh need names: (replicate, shard).")
-    return mesh.mesh_dim_names
-
-
-def _flat_group(mesh: DeviceMesh, axes: list[DeviceMesh]) -> dist.ProcessGroup:
-    return axes[0].get_group() if len(axes) == 1 else mesh._flatten().get_group()
-
-
-@torch.no_grad()
-def broadcast_from_first(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives every rank of ``group`` the parameters and buffers of its first rank. Meta tensors are left alone."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        if local.device.type == "meta":
-            continue
-        sent = local.contiguous()
-        dist.broadcast(sent, group_src=0, group=group)
-        if sent.data_ptr() != local.data_ptr():
-            local.copy_(sent)

@@ -12,15 +12,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState, is_bw
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from typing_extensions import override
 
-from lightning_5d.data_parallel.changes import copy_changes
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.layout import Layout, cut_among_ranks
+from lightning_5d.data_parallel.param import (
+    deliver,
+    drop_gradient,
+    has_gradient,
+    keep_writes,
+    move_into,
+    resume_gradient,
+    suspend_gradient,
+    take_gradient,
+    widen_gradient,
+)
 from lightning_5d.data_parallel.reduction import GradientReduction, allocate_padded
 from lightning_5d.data_parallel.transport import Arrival
 
@@ -69,7 +79,7 @@ class RecordingParamGroup(FSDPParamGroup):
     def record(self) -> None:
         """Notes the parameters that have a gradient, and those without one from an earlier window."""
         for index, param in enumerate(self.fsdp_params):
-            if _has_gradient(param):
+            if has_gradient(param):
                 self.used.add(index)
             if param.sharded_param.grad is None and not self.reductions:
                 self.fresh.add(index)
@@ -92,9 +102,48 @@ class RecordingParamGroup(FSDPParamGroup):
             with torch.inference_mode(False), torch.no_grad():
                 for param, version in zip(self.fsdp_params, self._full_versions, strict=True):
                     frozen = not param.sharded_param.requires_grad
-                    _keep_writes(param, version, self.compare_all or (frozen and self.exposed))
+                    keep_writes(param, version, self.compare_all or (frozen and self.exposed))
             self.exposed = False
         super()._to_sharded()  # type: ignore[no-untyped-call]
+
+    # Schedules of microbatches #
+    def owners(self) -> list[nn.Module]:
+        """The modules that hold its parameters."""
+        infos = [param._module_info for param in self.fsdp_params]
+        return [module for info in infos for module in (info.module, *info.shared_modules)]
+
+    @property
+    def widens(self) -> bool:
+        """Whether gradients are added up in another dtype than they come in."""
+        return any(param.reduce_dtype is not None for param in self.fsdp_params)
+
+    def widen_gradients(self) -> None:
+        """Adds the gradients of a microbatch to the sums in the dtype of the reduction."""
+        for param in self.fsdp_params:
+            widen_gradient(param)
+
+    def suspend_gradients(self) -> None:
+        """Keeps gradients of an unfinished window where nobody else finds them."""
+        for param in self.fsdp_params:
+            suspend_gradient(param)
+
+    def resume_gradients(self) -> None:
+        """Goes on with them."""
+        for param in self.fsdp_params:
+            resume_gradient(param)
+
+    def drop_gradients(self) -> None:
+        """Forgets a window that has failed."""
+        self._training_state = TrainingState.IDLE
+        self.used.clear()
+        self.fresh.clear()
+        for param in self.fsdp_params:
+            drop_gradient(param)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a gather is under way."""
+        return self._all_gather_result is not None
 
     def join_reductions(self, count: int) -> None:
         """Takes part, with zeros, in reductions that other ranks have started and this one has not."""
@@ -113,7 +162,7 @@ class RecordingParamGroup(FSDPParamGroup):
 
     def has_gradients(self) -> bool:
         """Whether a backward left gradients that have not been reduced."""
-        return any(_has_gradient(param) for param in self.fsdp_params)
+        return any(has_gradient(param) for param in self.fsdp_params)
 
     def forget_unused(self, used_somewhere: set[int]) -> None:
         """Takes the zeros off parameters that no rank used, and opens the next window."""
@@ -217,7 +266,7 @@ class ExchangingParamGroup(RecordingParamGroup):
         self._targets = [list(targets) for targets in zip(*wholes, strict=True)]
         if self.exchange.keep_unsharded:
             for param, target in zip(self.fsdp_params, self._targets[rank], strict=True):
-                _move_into(param, target)
+                move_into(param, target)
 
     def forget_gathered(self) -> None:
         """The next use gathers, whatever the last one left in memory."""
@@ -264,9 +313,9 @@ class ExchangingParamGroup(RecordingParamGroup):
         super()._reset_iter_state()
 
     @property
+    @override
     def arriving(self) -> bool:
-        """Whether a gather is under way."""
-        return self._arrival is not None
+        return self._arrival is not None or super().arriving
 
     @property
     def is_trained(self) -> bool:
@@ -305,7 +354,7 @@ class ExchangingParamGroup(RecordingParamGroup):
                     param.to_accumulated_grad_if_needed()
             return
         with torch.no_grad():
-            grads = [_take_gradient(param) for param in self.fsdp_params]
+            grads = [take_gradient(param) for param in self.fsdp_params]
             if self.reshard_after_backward:
                 self.reshard()
             if any(grad is not None for grad in grads):
@@ -361,8 +410,8 @@ class ExchangingParamGroup(RecordingParamGroup):
             targets = [buffer]
         cut_among_ranks(grads, targets)
 
-        def deliver(result: torch.Tensor) -> None:
-            _deliver(params, result, shard_numels)
+        def take_in(result: torch.Tensor) -> None:
+            deliver(params, result, shard_numels)
 
         if exchange.shard is not None:
             exchange.traffic.add("reduce_scatter", numel * reduce_dtype.itemsize)
@@ -371,7 +420,7 @@ class ExchangingParamGroup(RecordingParamGroup):
         # A group with parameters of several dtypes makes several reductions; a few tags are set aside for them.
         tag = self.index * 8 + position
         reduction = GradientReduction(
-            buffer, own, exchange.shard, exchange.replicate, 2 * tag + 1, self._divide_by(), deliver, exchange.results
+            buffer, own, exchange.shard, exchange.replicate, 2 * tag + 1, self._divide_by(), take_in, exchange.results
         )
         exchange.pending.add(
             reduction, can_poll=all(t.can_poll for t in (exchange.shard, exchange.replicate) if t is not None)
@@ -423,78 +472,3 @@ def state_of(module: nn.Module) -> FSDPState:
 
 def _keep() -> None:
     return None
-
-
-def _move_into(param: FSDPParam, target: torch.Tensor) -> None:
-    """Makes a shard a part of the full parameter, which stays in memory anyway: one copy less to hold and to make."""
-    local, data = param.sharded_param._local_tensor, param._sharded_param_data  # type: ignore[attr-defined]
-    if data.dtype != target.dtype or data.device != target.device or not local.is_contiguous() or not local.numel():
-        return
-    if local.untyped_storage().data_ptr() != data.untyped_storage().data_ptr():
-        return
-    target.copy_(data)
-    local.data = target[: local.numel()].view(local.shape)
-    param._sharded_param_data = target
-
-
-def _has_gradient(param: FSDPParam) -> bool:
-    if not hasattr(param, "_unsharded_param"):
-        return False
-    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
-
-
-def _take_gradient(param: FSDPParam) -> torch.Tensor | None:
-    """The gradient that backward (or accumulation over several) left for a parameter, taken away from it."""
-    if not hasattr(param, "_unsharded_param"):
-        return None
-    grad: torch.Tensor
-    if param.unsharded_accumulated_grad is not None:
-        grad = param.unsharded_accumulated_grad_data
-        param.unsharded_accumulated_grad = None
-        return grad
-    if param.unsharded_param.grad is not None:
-        grad = param.unsharded_grad_data
-        param.unsharded_param.grad = None
-        return grad
-    return None
-
-
-def _deliver(params: Sequence[FSDPParam], result: torch.Tensor, shard_numels: Sequence[int]) -> None:
-    """Hands the pieces of a finished reduction to the sharded parameters, as FSDP2's ``foreach_reduce`` does."""
-    offset = 0
-    by_dtype: dict[torch.dtype, torch.Tensor] = {result.dtype: result}
-    for param, numel in zip(params, shard_numels, strict=True):
-        flat = by_dtype.setdefault(param.orig_dtype, result.to(param.orig_dtype))
-        grad = torch.as_strided(flat, param.sharded_size, param.contiguous_sharded_stride, storage_offset=offset)
-        offset += numel
-        if param.offload_to_cpu:
-            grad = grad.to("cpu")
-        if param.sharded_param.grad is not None:
-            param.sharded_param.grad._local_tensor += grad  # type: ignore[attr-defined]
-        else:
-            param.sharded_param.grad = param.to_sharded_dtensor(grad)
-        for hook in (getattr(param.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(param.sharded_param)
-
-
-def _keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
-    """Copies what a step has written to a full parameter (a teacher's average, a limit) to this rank's shard.
-
-    Writes through ``.data`` leave no trace; ``compare`` finds them by comparing values: to a frozen parameter (a teacher's,
-    a codebook) wherever the user's code has run since it was gathered.
-    """
-    if len(param.all_gather_outputs) != 1 or hasattr(param._sharded_local_tensor, "fsdp_post_all_gather"):
-        return
-    full, shard = param._unsharded_param, param.sharded_param._local_tensor  # type: ignore[attr-defined]
-    own = param.all_gather_outputs[0]
-    moved = full.data_ptr() != own.data_ptr() and full.numel() > 0
-    written = moved or full._version != version
-    if shard.numel() and (written or compare):
-        mesh = param.mesh_info
-        sharded = isinstance(mesh, FSDPMeshInfo)  # and not replicated, as at stage 0 in mixed precision
-        start = mesh.shard_mesh_rank * -(-full.shape[0] // mesh.shard_mesh_size) if sharded else 0
-        mine = full.detach()[start : start + shard.shape[0]]
-        if mine.data_ptr() != shard.data_ptr():  # else it is a part of the full parameter
-            copy_changes(mine, shard)
-    if moved:
-        full.data = torch.as_strided(own, param._orig_size, param._contiguous_orig_stride, storage_offset=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,8 +14,8 @@ from lightning_5d.data_parallel.transport import Transport, sum_in_rank_order
 
 
 class _Bucket:
-    def __init__(self, index: int, params: Sequence[nn.Parameter]) -> None:
-        self.index, self.params = index, list(params)
+    def __init__(self, index: int, params: Sequence[nn.Parameter], part: int | None) -> None:
+        self.index, self.params, self.part = index, list(params), part
         self.all_reduce: AllReduce | None = None
         self.reset()
 
@@ -51,6 +51,15 @@ class GradientReducer:
     Buckets hold parameters of one dtype in reverse order of registration, about ``bucket_bytes`` each. A bucket starts
     as soon as its last gradient is there. Parameters that no rank used keep ``grad`` None; one used by some ranks only
     gets zeros from the others.
+
+    Args:
+        params: The parameters; frozen ones are left out.
+        transport: Connects the ranks.
+        traffic: Counts what is sent.
+        bucket_bytes: About the size of a bucket.
+        parts: For a schedule of microbatches: the part that alone uses a parameter, ``None`` for none. Buckets then hold
+            parameters of one part, and start when the part is said to be complete. Nothing is hooked, as gradients of a
+            schedule come in any order and need not come from autograd.
     """
 
     def __init__(
@@ -59,20 +68,26 @@ class GradientReducer:
         transport: Transport,
         traffic: Traffic,
         bucket_bytes: int = 8 << 20,
+        parts: Mapping[nn.Parameter, int | None] | None = None,
     ) -> None:
         self._transport, self._traffic = transport, traffic
         self.params = [param for param in params if param.requires_grad]
-        self._buckets = _fill_buckets(self.params, bucket_bytes)
+        self._hooked = parts is None
+        self._buckets = _fill_buckets(self.params, bucket_bytes, parts or {})
         self._place = {
             param: (bucket, position) for bucket in self._buckets for position, param in enumerate(bucket.params)
         }
         self._handles = [
             param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             for param in self.params
+            if self._hooked
         ]
         self._pending = PendingReductions()
+        if not self._hooked:
+            self._pending.in_flight = len(self._buckets)  # they start together: a wait would hold up other parts
         self.synchronize = True
         self.used: set[int] = set()
+        self._failed = False
         self._number = {param: index for index, param in enumerate(self.params)}
 
     def covers(self, params: Sequence[nn.Parameter]) -> bool:
@@ -96,6 +111,30 @@ class GradientReducer:
         if not bucket.missing:
             bucket.wanted = set(range(len(bucket.params)))
             self._start(bucket)
+
+    def part_is_complete(self, part: int) -> None:
+        """Starts the buckets of a part that have all their gradients; the others wait for `finish`."""
+        if not self.synchronize:
+            return
+        for bucket in self._buckets:
+            ready = bucket.part == part and bucket.all_reduce is None
+            if ready and all(param.grad is not None for param in bucket.params):
+                bucket.wanted = set(range(len(bucket.params)))
+                self._start(bucket)
+
+    def drop(self) -> None:
+        """Forgets a window that has failed, without waiting for anyone; the next one begins with `settle`."""
+        if self.synchronize:
+            self._pending.drop()
+            started = [bucket for bucket in self._buckets if bucket.all_reduce is not None]
+            self.used = {self._number[param] for bucket in started for param in bucket.params}
+            self._failed = True
+
+    def settle(self) -> None:
+        """Ends with all ranks what they had started when a window failed; no rank can do so alone."""
+        if self._failed:
+            self._failed = False
+            self._complete()
 
     def _start(self, bucket: _Bucket) -> None:
         numel = sum(_local(param).numel() for param in bucket.params)
@@ -121,6 +160,11 @@ class GradientReducer:
         """Completes the window: every used parameter's ``grad`` is the mean over the ranks when this returns."""
         if not self.synchronize:
             return
+        if not self._hooked:
+            self.used = {number for number, param in enumerate(self.params) if param.grad is not None}
+        self._complete()
+
+    def _complete(self) -> None:
         buckets = len(self._buckets)
         flags = torch.zeros(len(self.params) + buckets, dtype=torch.int32)
         flags[list(self.used)] = 1
@@ -145,17 +189,20 @@ class GradientReducer:
         self.used.clear()
 
 
-def _fill_buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Parameters in reverse order (that in which gradients arrive), cut into buckets of one dtype."""
+def _fill_buckets(
+    params: Sequence[nn.Parameter], bucket_bytes: int, parts: Mapping[nn.Parameter, int | None]
+) -> list[_Bucket]:
+    """Parameters in reverse order (that in which gradients arrive), cut into buckets of one part and dtype."""
     buckets: list[_Bucket] = []
-    filling: dict[torch.dtype, list[nn.Parameter]] = {}
+    filling: dict[tuple[int | None, torch.dtype], list[nn.Parameter]] = {}
     for param in reversed(params):
-        members = filling.setdefault(param.dtype, [])
+        key = parts.get(param), param.dtype
+        members = filling.setdefault(key, [])
         members.append(param)
         if sum(member.numel() * member.itemsize for member in members) >= bucket_bytes:
-            buckets.append(_Bucket(len(buckets), filling.pop(param.dtype)))
-    for members in filling.values():
-        buckets.append(_Bucket(len(buckets), members))
+            buckets.append(_Bucket(len(buckets), filling.pop(key), key[0]))
+    for (part, _), members in filling.items():
+        buckets.append(_Bucket(len(buckets), members, part))
     return buckets
 
 

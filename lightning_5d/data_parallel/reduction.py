@@ -71,6 +71,10 @@ class AllReduce:
             self._buffer = self._second = None
         return True
 
+    def drop(self) -> None:
+        """The result is of no use any more."""
+        self._deliver = _forget
+
 
 def allocate_padded(transport: Transport, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A buffer for an all-reduce of ``numel`` elements: a few more, zero, where the ranks do not divide them."""
@@ -144,6 +148,10 @@ class GradientReduction:
             self._result = None
         return self._done
 
+    def drop(self) -> None:
+        """The result is of no use any more."""
+        self._deliver = _forget
+
     def _start_all_reduce(self, buffer: torch.Tensor) -> None:
         if self._replicate is None:
             self._result = buffer
@@ -162,6 +170,9 @@ class Reduction(Protocol):
     def advance(self, block: bool) -> bool:
         """Moves forward by what has arrived (``block``: through the present phase) and says whether it is done."""
 
+    def drop(self) -> None:
+        """The result is of no use any more."""
+
 
 class PendingReductions:
     """The reductions of one backward, in the order in which they were started.
@@ -169,27 +180,42 @@ class PendingReductions:
     They are delivered in that order, so that accumulation adds in the same order in every run. With a transport that
     can be polled at most ``in_flight`` of them normally keep their buffers; waiting for the others is bounded, because
     ranks that take different branches start them in different orders and must not wait for each other here.
+
+    Attributes:
+        in_flight: That number of reductions; may be changed at any time.
     """
 
     def __init__(self, in_flight: int = 3, patience_s: float = 0.2) -> None:
         self._queue: deque[Reduction] = deque()
-        self._in_flight, self._patience_s = in_flight, patience_s
-        self._patient = True
+        self.in_flight, self._usually, self._patience_s = in_flight, in_flight, patience_s
+        self._patient, self._useless = True, False
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def add(self, reduction: Reduction, can_poll: bool) -> None:
         """Appends a reduction and finishes older ones that have arrived."""
+        if self._useless:
+            reduction.drop()
         self._queue.append(reduction)
         if not can_poll:
             return
         self._progress()
         give_up = time.monotonic() + self._patience_s
-        while self._patient and len(self._queue) > self._in_flight:
+        while self._patient and len(self._queue) > self.in_flight:
             time.sleep(5e-5)
             self._progress()
             self._patient = time.monotonic() < give_up
+
+    def restore(self) -> None:
+        """Sets `in_flight` to what it was at first."""
+        self.in_flight = self._usually
+
+    def drop(self) -> None:
+        """From now to the end of `finish` results are of no use. They are taken in all the same, as exchanges must be."""
+        self._useless = True
+        for reduction in self._queue:
+            reduction.drop()
 
     def finish(self) -> None:
         """Blocks until all are delivered."""
@@ -200,7 +226,12 @@ class PendingReductions:
             while done and done[0]:
                 self._queue.popleft()
                 done.pop(0)
+        self._useless = False
 
     def _progress(self) -> None:
         while self._queue and self._queue[0].advance(block=False):
             self._queue.popleft()
+
+
+def _forget(*unused: object) -> None:
+    return None

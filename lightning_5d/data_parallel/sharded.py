@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,9 +15,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.data_parallel.compatibility import sharded_optimizer_problems
-from lightning_5d.data_parallel.engine import Engine, ShardedEngine, ShardOptions, shard
+from lightning_5d.data_parallel.engine import Engine, ShardedEngine
+from lightning_5d.data_parallel.hooks_aside import hooks_aside
+from lightning_5d.data_parallel.options import ShardOptions
 from lightning_5d.data_parallel.param_group import state_of
-from lightning_5d.parallelism import Parallelized, Problem
+from lightning_5d.data_parallel.sharding import shard
+from lightning_5d.parallelism import Parallelized, Part, Problem
 
 
 class ShardedData(Parallelized):
@@ -39,6 +41,7 @@ class ShardedData(Parallelized):
         self._root: FSDPState | None = state_of(module) if isinstance(module, FSDPModule) else None
         self._in_step = False
         self._open = False
+        self._scheduled = False
         # Other parameters are gathered when their module is called; those the root holds itself are just read.
         self._root_holds_parameters = any(True for _ in module.parameters(recurse=False))
         self._by_hand = not getattr(module, "automatic_optimization", True)
@@ -55,13 +58,15 @@ class ShardedData(Parallelized):
     # runs: a step that calls `self(x)` must not run them a second time.
     @override
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._root is None:
+        if self._root is None or self._scheduled:
             return step(*args, **kwargs)
         args, kwargs = self._enter(args, kwargs)
         self._in_step = True
         self._hold(True)
         try:
-            with _hooks_aside(self._module, self._root):
+            # Checked with torch 2.13: FSDP2 keeps the handles of the two hooks it registers on a module in its state.
+            root = self._root
+            with hooks_aside([(self._module, {root._pre_forward_hook_handle.id, root._post_forward_hook_handle.id})]):
                 output = step(*args, **kwargs)
             if self._open:
                 output = self._leave(output)
@@ -111,6 +116,24 @@ class ShardedData(Parallelized):
     @override
     def begin_microbatch(self, *, last: bool) -> None:
         self.engine.begin(last)
+
+    @contextmanager
+    @override
+    def scheduled(self, parts: Sequence[Part], *, last: bool, backward: bool) -> Iterator[None]:
+        with self.engine.schedule(parts, last=last, backward=backward):
+            self._scheduled = True
+            try:
+                yield
+            finally:
+                self._scheduled = False
+
+    @override
+    def part_begins(self, stage: int) -> None:
+        self.engine.part_begins(stage)
+
+    @override
+    def part_ends(self, stage: int, *, gradients: bool = False, complete: bool = False) -> None:
+        self.engine.part_ends(stage, gradients=gradients, complete=complete)
 
     @override
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
@@ -163,25 +186,6 @@ class ShardedData(Parallelized):
     def _leave(self, output: Any) -> Any:
         self._open = False
         return output if self._root is None else self._root._post_forward(self._module, (), output)
-
-
-@contextmanager
-def _hooks_aside(module: nn.Module, state: FSDPState) -> Iterator[None]:
-    # Checked with torch 2.13: FSDP2 keeps the handles of the two hooks it registers on a module in its state.
-    ids = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
-    before = OrderedDict(module._forward_pre_hooks), OrderedDict(module._forward_hooks)
-    for identifier in ids:
-        module._forward_pre_hooks.pop(identifier, None)
-        module._forward_hooks.pop(identifier, None)
-    try:
-        yield
-    finally:
-        # In place and in their old order, with what the step may have registered behind them.
-        for hooks, old in zip((module._forward_pre_hooks, module._forward_hooks), before, strict=True):
-            added = {key: hook for key, hook in hooks.items() if key not in old}
-            kept = {key: hook for key, hook in old.items() if key in ids or key in hooks}
-            hooks.clear()
-            hooks.update({**kept, **added})
 
 
 def _mirror_toggling(module: nn.Module, engine: Engine) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_5d.pipeline_parallel.schedule import Action, Entry, Kind, Row, Schedule, actions_of
+from lightning_5d.pipeline_parallel.schedule import Action, Kind, Row, Schedule, actions_of
+from lightning_5d.pipeline_parallel.timeline import Span, Timeline, change_in_live
 from lightning_5d.pipeline_parallel.validate import Result, check, needs_of, results_of
 
 Time = float | tuple[float, ...]
@@ -81,81 +82,20 @@ class Durations:
 _NAMES = {Kind.FORWARD: "forward", Kind.INPUT_GRADIENT: "backward", Kind.WEIGHT_GRADIENT: "weight"}
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """An entry of a rank and when it runs."""
-
-    entry: Entry
-    start: float
-    end: float
-
-
 @dataclass(frozen=True)
-class Simulation:
-    """A schedule on the clock.
-
-    Two times of a step are told apart. With a barrier between steps (a global gradient norm, say) a step takes `makespan`,
-    from the first action of any rank to the last of any. Without one, each rank begins the next step as soon as it is through
-    with this one, and a step takes `period`: the longest way of one rank from its own first to its own last action. Papers
-    count bubbles in the second way; only where ranks end one after the other, as in ZB-H2 and ZB-V, does it differ.
+class Simulation(Timeline):
+    """A schedule on the clock, as it runs when its parts cost what they should.
 
     Attributes:
-        schedule: What ran.
         durations: What its parts cost.
-        timeline: For each rank, its entries with their times.
     """
 
-    schedule: Schedule
     durations: Durations
-    timeline: tuple[tuple[Span, ...], ...] = field(repr=False)
-
-    @cached_property
-    def makespan(self) -> float:
-        """Time from the first action of a step to its last."""
-        return max((spans[-1].end for spans in self.timeline if spans), default=0.0)
-
-    @cached_property
-    def busy(self) -> tuple[float, ...]:
-        """Time that each rank computes."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self.timeline)
-
-    @cached_property
-    def period(self) -> float:
-        """Time between the same action of two steps that follow each other without a barrier."""
-        return max((spans[-1].end - spans[0].start for spans in self.timeline if spans), default=0.0)
-
-    @property
-    def bubble(self) -> tuple[float, ...]:
-        """Idle time of each rank in a `period`."""
-        return tuple(self.period - busy for busy in self.busy)
-
-    @property
-    def bubble_ratio(self) -> float:
-        """Share of all ranks' time that is bubble, between 0 and 1; the (p - 1)/(m + p - 1) of GPipe."""
-        return _ratio(self.busy, self.period)
-
-    @property
-    def bubble_ratio_with_barrier(self) -> float:
-        """The same when all ranks wait for the last one after each step."""
-        return _ratio(self.busy, self.makespan)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """The most activations that each rank keeps at a time, as `peak_activations` counts them."""
+        """The most activations that each rank keeps at a time, as the function `peak_activations` counts them."""
         return peak_activations(self.schedule)
-
-    def live_activations(self, rank: int) -> list[tuple[float, float]]:
-        """When the number of kept activations changes on a rank, and to what, in the unit of `peak_activations`."""
-        share = self.schedule.ranks / self.schedule.stages
-        changes: dict[float, int] = defaultdict(int)
-        for span in self.timeline[rank]:
-            for action in actions_of(span.entry):
-                changes[span.start if action.kind is Kind.FORWARD else span.end] += _change(action)
-        live, steps = 0, []
-        for time in sorted(time for time, change in changes.items() if change):
-            live += changes[time]
-            steps.append((time, live * share))
-        return steps
 
 
 def simulate(schedule: Schedule, durations: Durations | None = None) -> Simulation:
@@ -198,7 +138,7 @@ def simulate(schedule: Schedule, durations: Durations | None = None) -> Simulati
                     ready.extend(waiting.pop(result, ()))
     if any(len(spans) < len(row) for spans, row in zip(timeline, schedule.rows, strict=True)):
         check(schedule)
-    return Simulation(schedule, durations, tuple(map(tuple, timeline)))
+    return Simulation(schedule, tuple(map(tuple, timeline)), durations)
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
@@ -218,13 +158,9 @@ def _peak(row: Row) -> int:
     live = peak = 0
     for entry in row:
         for action in actions_of(entry):  # of a pair, the forward comes first: both activations are there at once
-            live += _change(action)
+            live += change_in_live(action)
             peak = max(peak, live)
     return peak
-
-
-def _change(action: Action) -> int:
-    return {Kind.FORWARD: 1, Kind.INPUT_GRADIENT: 0, Kind.WEIGHT_GRADIENT: -1, Kind.BACKWARD: -1}[action.kind]
 
 
 def _duration(
@@ -236,7 +172,3 @@ def _duration(
     stage = actions[1].stage
     fused = times[Kind.FORWARD][actions[0].stage] + times[Kind.BACKWARD][stage]
     return durations.overlapped * schedule.ranks / schedule.stages * (alone / fused if fused else 1.0)
-
-
-def _ratio(busy: tuple[float, ...], time: float) -> float:
-    return 1 - sum(busy) / (len(busy) * time) if time else 0.0

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from lightning_5d.pipeline_parallel.schedule import Action, Kind, Schedule, actions_of
-from lightning_5d.pipeline_parallel.simulate import Simulation, Span
+from lightning_5d.pipeline_parallel.simulate import Simulation
 from lightning_5d.pipeline_parallel.summary import number
+from lightning_5d.pipeline_parallel.timeline import Span
 
 STYLES = {
     Kind.FORWARD: "white on blue",

@@ -1,0 +1,117 @@
+"""What one stage hands to the next: any nest of tensors, taken apart for sending and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+_CONSTANTS = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor of a payload as the receiver has to know it.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        trained: Whether its gradient is sent back.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadSpec:
+    """A payload without the values of its tensors.
+
+    Attributes:
+        leaves: Its tensors, and what is not a tensor as it is.
+        tree: How they are nested; ``None`` for a tensor on its own.
+    """
+
+    leaves: tuple[Leaf | Any, ...]
+    tree: TreeSpec | None = None
+
+    @property
+    def tensors(self) -> tuple[Leaf, ...]:
+        """The tensors alone."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Leaf))
+
+    @property
+    def trained(self) -> tuple[Leaf, ...]:
+        """The tensors whose gradient is sent back."""
+        return tuple(leaf for leaf in self.tensors if leaf.trained)
+
+    def together(self, tensors: Sequence[Tensor]) -> Any:
+        """The payload with these tensors."""
+        if self.tree is None:
+            return tensors[0]
+        rest = iter(tensors)
+        return tree_unflatten([next(rest) if isinstance(leaf, Leaf) else leaf for leaf in self.leaves], self.tree)
+
+    def fits(self, other: PayloadSpec) -> bool:
+        """Whether the other payload can travel where this one is expected: it asks for gradients only where this one does."""
+        if self is other:
+            return True
+        if len(self.leaves) != len(other.leaves) or self.tree != other.tree:
+            return False
+        return all(_leaf_fits(mine, theirs) for mine, theirs in zip(self.leaves, other.leaves, strict=True))
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" if isinstance(leaf, Leaf) else repr(leaf)
+            for leaf in self.leaves
+        )
+
+
+def take_apart(payload: Any, stage: int) -> tuple[list[Tensor], PayloadSpec]:
+    """The tensors of a payload, and the rest of it.
+
+    Args:
+        payload: What the last block of a stage returned.
+        stage: That stage, for the message.
+
+    Raises:
+        TypeError: If something in it is neither a tensor nor a plain constant.
+    """
+    if isinstance(payload, Tensor):
+        return [payload], PayloadSpec((_leaf_of(payload),))
+    leaves, tree = tree_flatten(payload)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    strangers = [leaf for leaf in leaves if not isinstance(leaf, Tensor | _CONSTANTS)]
+    if strangers or not tensors:
+        raise TypeError(_not_tensors(payload, stage))
+    return tensors, PayloadSpec(tuple(_leaf_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree)
+
+
+def _leaf_of(tensor: Tensor) -> Leaf:
+    return Leaf(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _leaf_fits(mine: Any, theirs: Any) -> bool:
+    if not (isinstance(mine, Leaf) and isinstance(theirs, Leaf)):
+        return type(mine) is type(theirs) and bool(mine == theirs)
+    return mine.shape == theirs.shape and mine.dtype == theirs.dtype and (mine.trained or not theirs.trained)
+
+
+def _not_tensors(payload: Any, stage: int) -> str:
+    named, _ = tree_flatten_with_path(payload)
+    wrong = [
+        f"{keystr(path) or 'the payload'} is a {type(leaf).__name__}"
+        for path, leaf in named
+        if not isinstance(leaf, Tensor | _CONSTANTS)
+    ]
+    what = "; ".join(wrong) or f"it is {payload!r}, without any tensor"
+    return (
+        f"The last block of stage {stage} returns something that cannot be sent to stage {stage + 1}: {what}. A block at a cut may"
+        " return tensors, nested in tuples, lists and dicts, and plain constants; switch off caches (use_cache=False), or move"
+        " the cut (split=[...]) to a block that returns tensors."
+    )

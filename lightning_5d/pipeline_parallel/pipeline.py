@@ -1,0 +1,112 @@
+"""The pipeline axis: `PipelineParallel`, its schedule and its cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized, Problem, RunContext, Size
+from lightning_5d.pipeline_parallel.schedule import Schedule
+from lightning_5d.pipeline_parallel.schedules import make_schedule
+
+if TYPE_CHECKING:
+    from lightning_5d.mesh import ParallelMesh
+    from lightning_5d.pipeline_parallel.microbatches import Splitter
+    from lightning_5d.plan import ParallelPlan
+
+Split = Literal["even", "blocks"] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class PipelineParallel(Parallelism):
+    """Cuts the blocks of a module into stages on different ranks, and runs every step as a schedule of microbatches.
+
+    `training_step` stays as it is: each microbatch, a piece of the batch along its first dimension, goes through it on every
+    stage, which stops where the next one takes over. What the last stage returns and logs is known on all ranks.
+
+    Args:
+        size: Ranks of the pipeline.
+        schedule: A name from `SCHEDULES` (``fived schedule --help`` lists them), or the path of a table, ``something.csv``.
+        microbatches: Pieces of a batch. A batch with fewer rows has as many as it has rows.
+        chunks: Stages per rank, for ``interleaved_1f1b`` and ``looped_bfs``.
+        group_size: Microbatches that go through a rank's stages together, for ``interleaved_1f1b``.
+        split: Where stages end: ``"even"`` in estimated work, ``"blocks"`` in number of blocks, or the number of blocks of each
+            stage, 0 included.
+        split_batch: Cuts a batch into at most so many smaller ones, for batches whose rows are not simply their first dimension; a
+            method ``split_batch(batch, count)`` of the LightningModule does the same.
+        dynamic: Shapes between stages may depend on values in the batch: costs a message per microbatch.
+
+    Source: Huang et al., "GPipe" (2019), for the cut into microbatches; `docs/pipeline_schedules.md` names that of each schedule.
+    """
+
+    axis: ClassVar[str] = "pipeline"
+    order: ClassVar[int] = 10
+
+    size: int
+    schedule: str = "1f1b"
+    microbatches: int = 8
+    chunks: int | None = None
+    group_size: int | None = None
+    split: Split = "even"
+    split_batch: Splitter | None = None
+    dynamic: bool = False
+
+    def mesh_sizes(self) -> dict[str, Size]:
+        """The size of ``pp``."""
+        return {"pp": self.size}
+
+    def make_schedule(self) -> Schedule:
+        """The schedule of a training step.
+
+        Raises:
+            ValueError: If there is none of this name, or sizes and options do not fit it.
+        """
+        return make_schedule(
+            self.schedule, self.size, self.microbatches, chunks=self.chunks, group_size=self.group_size
+        )
+
+    def validate(self, context: RunContext) -> list[Problem]:
+        """Checks sizes and schedule, and where the module is known whether and where it can be cut."""
+        problems = [
+            Problem(f"PipelineParallel({name}={value!r}) is not a whole number of at least 1.", "Use 1 or more.")
+            for name, value in (
+                ("size", self.size),
+                ("microbatches", self.microbatches),
+                ("chunks", self.chunks),
+                ("group_size", self.group_size),
+            )
+            if value is not None and not _is_count(value)
+        ]
+        if problems:
+            return problems
+        try:
+            schedule = self.make_schedule()
+        except (ValueError, OSError) as error:
+            what, _, fix = str(error).partition("; ")
+            return [Problem(f"PipelineParallel: {what}{';' if fix else '.'}", fix or "See `fived schedule --help`.")]
+        if context.module is None:
+            return []
+        from lightning_5d.pipeline_parallel.stage import layout_problems
+        from lightning_5d.plan import find_plan
+
+        return layout_problems(context.module, find_plan(context.module, context.plan), schedule.stages, self.split)
+
+    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
+        """Leaves on this rank the weights of its stages."""
+        from lightning_5d.pipeline_parallel.pipelined import Pipelined
+        from lightning_5d.pipeline_parallel.stage import Cut, layout_of
+
+        if not isinstance(module, pl.LightningModule):
+            raise TypeError(f"A pipeline cuts a LightningModule, not a {type(module).__name__}.")
+        schedule = self.make_schedule()
+        layout = layout_of(module, plan, schedule.stages, self.split)
+        cut = Cut(module, layout, schedule.stages_of(mesh.rank("pp")))
+        return Pipelined(module, cut, schedule, mesh, self.split_batch, dynamic=self.dynamic)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

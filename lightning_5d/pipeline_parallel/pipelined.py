@@ -1,0 +1,203 @@
+"""The pipeline axis at work: one call of the user's step becomes a schedule of microbatches over the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from typing_extensions import override
+
+from lightning_5d.mesh import ParallelMesh
+from lightning_5d.parallelism import Parallelized
+from lightning_5d.pipeline_parallel.channels import Channels
+from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
+from lightning_5d.pipeline_parallel.executor import Executor, Work
+from lightning_5d.pipeline_parallel.microbatches import Splitter, split_batch
+from lightning_5d.pipeline_parallel.program import Program, program_of
+from lightning_5d.pipeline_parallel.schedule import Schedule
+from lightning_5d.pipeline_parallel.set_aside import SetAside
+from lightning_5d.pipeline_parallel.sharing import SharedSteps
+from lightning_5d.pipeline_parallel.stage import Cut
+from lightning_5d.pipeline_parallel.trace import Recorder
+from lightning_5d.scheduling import Scheduling, StepRun
+
+
+class Pipelined(Scheduling):
+    """A pipeline at work on one module.
+
+    Args:
+        module: The user's LightningModule, cut.
+        cut: This rank's stages of it.
+        schedule: The schedule of a training step.
+        mesh: The ranks by axis.
+        split: The user's own way to cut a batch into microbatches; a module's ``split_batch`` method if ``None`` and if it has one.
+        dynamic: Whether shapes between stages may differ for inputs of equal shapes.
+
+    Attributes:
+        schedule: The schedule of a training step.
+        mesh: The ranks by axis.
+        rank: This rank's place in the pipeline.
+        cut: This rank's stages.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        cut: Cut,
+        schedule: Schedule,
+        mesh: ParallelMesh,
+        split: Splitter | None = None,
+        dynamic: bool = False,
+    ) -> None:
+        self.schedule, self.mesh, self.cut = schedule, mesh, cut
+        self.rank = mesh.rank("pp")
+        self._module, self._device, self._dynamic = module, mesh.device, dynamic
+        self._split: Splitter | None = split or getattr(module, "split_batch", None)
+        self._channels = Channels.open(mesh, self._device, mesh.timeout)
+        self._deferred: DeferredWeights | None = None
+        self._others: list[Parallelized] = []
+        self._executor: Executor | None = None
+        own = [each for part in cut.parts for each in part.modules]
+        self._shared = SharedSteps(module, mesh, self._device, mesh.timeout, own)
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._run: StepRun | None = None
+        self._aside: SetAside | None = None
+        self._weights: list[float | None] = []
+
+    @override
+    def all_at_work(self, axes: Sequence[Parallelized]) -> None:
+        self._others = [axis for axis in axes if axis is not self]
+        self.cut.arm()
+        if self.schedule.splits_backward:
+            self._deferred = DeferredWeights([part_module for part in self.cut.parts for part_module in part.modules])
+        self._executor = Executor(
+            self.cut, self._channels, self._others, self._deferred, self._device, dynamic=self._dynamic
+        )
+
+    @property
+    def executor(self) -> Executor:
+        """Runs the schedule.
+
+        Raises:
+            RuntimeError: Before all axes are at work.
+        """
+        if self._executor is None:
+            raise RuntimeError("The pipeline is not at work yet.")
+        return self._executor
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Is told what happens when, while it is set."""
+        return self.executor.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self.executor.recorder = recorder
+
+    @override
+    def first_weights_agree(self) -> bool:
+        return len(self.schedule.placement) == 1
+
+    @override
+    def begin_step(self, run: StepRun) -> None:
+        if self._run is not None and run.epoch != self._run.epoch:
+            self.executor.forget_shapes()  # a stage may have been frozen or unfrozen: who wants gradients is agreed anew
+        self._run = run
+
+    # [Note: gradients before their backward]
+    # Lightning's closure is `training_step`, `zero_grad`, `backward`. Here the schedule runs inside of the first, so what it makes
+    # is set aside before the second, whoever has overridden that, and comes back in the third.
+    @override
+    def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        if run is None:
+            raise RuntimeError("A pipeline has to be told about a step before it is called.")
+        if not args:
+            raise MisconfigurationException(
+                "A pipeline splits the batch, which is a step's first positional argument; this step got none."
+            )
+        batch, *rest = args
+        microbatches = split_batch(batch, self.schedule.microbatches, self._split)
+        rows = [microbatch.rows for microbatch in microbatches]
+        work = [
+            Work(
+                (microbatch.batch, *rest),
+                kwargs,
+                self._signature(run.kind, index, microbatch.batch),
+                partial(self._around, run, index, rows),
+            )
+            for index, microbatch in enumerate(microbatches)
+        ]
+        program = self._program(len(work), run.backward)
+        aside = SetAside(list(self._module.parameters()), run.keep_gradients) if run.backward and run.first else None
+        with ExitStack() as contexts:
+            for axis in self._others:
+                contexts.enter_context(axis.scheduled(self.cut.parts, last=run.last, backward=run.backward))
+            outputs = self.executor.run(
+                program, work, step, partial(self._start, run, rows), run.around_backward or _no_context
+            )
+        if aside is not None:
+            aside.swap()
+        self._aside = aside
+        merged = self._shared.finish(outputs, rows, program.last_stage_ranks, training=run.backward)
+        self._weights = merged.weights
+        return merged.output
+
+    @override
+    def give_gradients(self) -> list[float | None]:
+        if self._aside is not None:
+            self._aside.put_back()
+            self._aside = None
+        return self._weights
+
+    @override
+    def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
+        return ("pp",)
+
+    @override
+    def optimizer_context(self) -> AbstractContextManager[None]:
+        return self.cut.optimizer_context()
+
+    @override
+    def close(self) -> None:
+        if self._deferred is not None:
+            self._deferred.close()
+        self._channels.close()
+        self._shared.close()
+
+    def _program(self, microbatches: int, backward: bool) -> Program:
+        key = microbatches, backward
+        if key not in self._programs:
+            self._programs[key] = program_of(self.schedule, self.rank, microbatches, backward)
+        return self._programs[key]
+
+    @contextmanager
+    def _around(self, run: StepRun, microbatch: int, rows: Sequence[int], stage: int) -> Generator[None, None, None]:
+        if run.reseed is not None:
+            run.reseed(f"{stage}/{microbatch}")
+        with self._shared.microbatch(microbatch, rows, last=stage + 1 == self.schedule.stages):
+            yield
+
+    def _start(self, run: StepRun, rows: Sequence[int], microbatch: int, output: Any) -> tuple[Tensor, Tensor] | None:
+        if run.start is None:
+            return None
+        return run.start(output, rows[microbatch] / sum(rows))
+
+    def _signature(self, kind: str, index: int, batch: Any) -> Hashable:
+        if isinstance(batch, Tensor):
+            seen: Hashable = (batch.shape, batch.dtype)
+        else:
+            leaves, tree = tree_flatten(batch)
+            seen = tree, tuple((x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves)
+        return kind, seen, index if self._dynamic else None
+
+
+@contextmanager
+def _no_context() -> Generator[None, None, None]:
+    yield
