@@ -102,6 +102,8 @@ class WholeCheckpoints(ParallelStrategy, ABC):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if "lr_schedulers" in checkpoint:
+            checkpoint = {**checkpoint, "lr_schedulers": self._scheduler_states(checkpoint["lr_schedulers"], own=False)}
         super().save_checkpoint(plain_containers(checkpoint), filepath, storage_options)
 
     @override
@@ -110,6 +112,20 @@ class WholeCheckpoints(ParallelStrategy, ABC):
             if self.stages is not None:
                 state = self.stages.own_optimizer_state(state, optimizer, self.connected_module)
             optimizer.load_state_dict(place_optimizer_state(state, optimizer))
+        if self.stages is not None and isinstance(checkpoint, dict):
+            # Lightning reads the schedules' states from it next.
+            checkpoint["lr_schedulers"] = self._scheduler_states(checkpoint["lr_schedulers"], own=True)
+
+    def _scheduler_states(self, states: Sequence[Any], *, own: bool) -> list[Any]:
+        """The states of the learning-rate schedules of the whole module, or this rank's of them."""
+        stages, module = self.stages, self.connected_module
+        if stages is None:
+            return list(states)
+        change = stages.own_scheduler_state if own else stages.scheduler_state
+        return [
+            change(state, config.scheduler.optimizer, module)
+            for state, config in zip(states, self.lr_scheduler_configs, strict=True)
+        ]
 
 
 def _does_not_fit(module: nn.Module, missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -17,6 +17,9 @@ from lightning_5d.checkpoint.parameter_groups import Group, Joined, join_groups
 from lightning_5d.mesh import ParallelMesh
 from lightning_5d.names import plain_name
 
+_BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
+"""What torch's learning-rate schedules (2.13) keep for each parameter group."""
+
 _NOBODY = ""
 """In the place of the name of a parameter that no checkpoint has."""
 
@@ -55,10 +58,8 @@ class Stages:
             module: The whole module.
             mesh: The ranks by axis.
         """
-        kind = mesh.device_mesh.device_type
-        device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
         keys = tuple(plain_name(key) for key in module.state_dict())
-        return cls(mesh.group("pp"), device, keys, first_names(module))
+        return cls(mesh.group("pp"), mesh.device, keys, first_names(module))
 
     def module_state(self, state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
         """The whole module's state from that of the stages; every rank calls it.
@@ -77,7 +78,7 @@ class Stages:
             values: This rank's, by parameter name, maybe sharded, such as gradients.
             keep: As for `module_state`.
         """
-        named = {self._first(name): value for name, value in values.items() if not self._is_placeholder(name, value)}
+        named = {self._first(name): value for name, value in values.items()}
         return self._collect(named, lambda lists: _in_order(lists, self._positions()), keep=keep)
 
     def optimizer_state(self, optimizer: Optimizer, module: nn.Module, *, keep: bool) -> dict[str, Any]:
@@ -121,6 +122,17 @@ class Stages:
             groups.append({**group.options, **own, "params": [numbers[name] for name in group.names]})
         others = {key: gather(value, keep=keep) for key, value in state.items() if key not in ("state", "param_groups")}
         return {**others, "state": whole, "param_groups": groups}
+
+    def scheduler_state(self, state: Any, optimizer: Optimizer, module: nn.Module) -> Any:
+        """The state of the learning-rate schedule that one process would have, from this rank's; every rank calls it."""
+        joined = self._joined(optimizer, self._names(optimizer, module), module)
+        everyone = self._gathered(state)
+        return _joined_schedules(everyone, joined.places, len(joined.groups))
+
+    def own_scheduler_state(self, state: Any, optimizer: Optimizer, module: nn.Module) -> Any:
+        """A whole schedule's state cut to the groups that this rank has; every rank calls it."""
+        joined = self._joined(optimizer, self._names(optimizer, module), module)
+        return _own_schedule(state, joined.places[dist.get_rank(self.group)], len(joined.groups))
 
     def missing_and_unexpected(self, state: Mapping[str, Any], module: nn.Module) -> tuple[list[str], list[str]]:
         """Keys that the whole module has and a state dict has not, and the reverse."""
@@ -175,19 +187,19 @@ class Stages:
         return {**state, "state": entries, "param_groups": groups}
 
     def _names(self, optimizer: Optimizer, module: nn.Module) -> list[list[str | None]]:
-        """First names of the optimizer's parameters, by group; ``None`` for one that is there only so that there is one."""
+        """First names of the optimizer's parameters, by group; ``None`` for one without elements in the place of others."""
         known = {id(parameter): name for name, parameter in module.named_parameters()}
         names: list[list[str | None]] = []
         for group in optimizer.param_groups:
             names.append([])
             for parameter in group["params"]:
                 name = known.get(id(parameter))
-                if name is None:
+                if name is None and parameter.numel() > 0:
                     raise ValueError(
                         f"The optimizer has a parameter of shape {tuple(parameter.shape)} that {type(module).__name__} does not"
                         " have, so it is unknown which stage of the pipeline it belongs to. Assign it to the module in __init__."
                     )
-                names[-1].append(None if self._is_placeholder(name, parameter) else self._first(name))
+                names[-1].append(None if name is None else self._first(name))
         return names
 
     def _joined(self, optimizer: Optimizer, names: Sequence[Sequence[str | None]], module: nn.Module) -> Joined:
@@ -255,10 +267,6 @@ class Stages:
         plain = plain_name(name)
         return self.first_names.get(plain, plain)
 
-    def _is_placeholder(self, name: str, value: Any) -> bool:
-        # A stage without weights of its own has a parameter without elements, for its optimizer's sake.
-        return plain_name(name) not in self.first_names and isinstance(value, Tensor) and value.numel() == 0
-
 
 def first_names(module: nn.Module) -> dict[str, str]:
     """Each name of each parameter, in order, and the first name that the same parameter has."""
@@ -266,6 +274,38 @@ def first_names(module: nn.Module) -> dict[str, str]:
     return {
         plain_name(name): first.setdefault(id(parameter), plain_name(name))
         for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _joined_schedules(states: Sequence[Any], places: Sequence[Sequence[int]], count: int) -> Any:
+    first = states[0]
+    if isinstance(first, list):
+        return [_joined_schedules(each, places, count) for each in zip(*states, strict=True)]
+    if not isinstance(first, dict):
+        return first
+    found = {}
+    for key, value in first.items():
+        if key not in _BY_GROUP or not isinstance(value, list):
+            found[key] = _joined_schedules([state[key] for state in states], places, count)
+            continue
+        whole: list[Any] = [None] * count
+        for state, mine in zip(states, places, strict=True):
+            for place, each in zip(mine, state[key], strict=True):
+                whole[place] = each
+        found[key] = whole
+    return found
+
+
+def _own_schedule(state: Any, places: Sequence[int], count: int) -> Any:
+    if isinstance(state, list):
+        return [_own_schedule(each, places, count) for each in state]
+    if not isinstance(state, dict):
+        return state
+    return {
+        key: [value[place] for place in places]
+        if key in _BY_GROUP and isinstance(value, list) and len(value) == count
+        else _own_schedule(value, places, count)
+        for key, value in state.items()
     }
 
 

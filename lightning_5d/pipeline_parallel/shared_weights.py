@@ -10,15 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from lightning_5d.checkpoint.full_state import gather
 from lightning_5d.gradients import values_of
+from lightning_5d.mesh import ParallelMesh
 from lightning_5d.names import plain_name
+from lightning_5d.parallelism import Problem
 
 _BUCKET_BYTES = 64 * 2**20
 _HALF = (torch.float16, torch.bfloat16)
@@ -49,7 +54,7 @@ class SharedWeights:
         first_names: Each name of each parameter of the whole module, in order, and the parameter's first name.
         owners: Each name of each parameter of the whole module and the stages that use it.
         placement: For each copy of the parameters, the rank of each stage along the pipeline.
-        group: The ranks along this rank's pipeline.
+        mesh: The ranks by axis.
     """
 
     def __init__(
@@ -58,8 +63,9 @@ class SharedWeights:
         first_names: Mapping[str, str],
         owners: Mapping[str, Sequence[int]],
         placement: Sequence[Sequence[int]],
-        group: dist.ProcessGroup,
+        mesh: ParallelMesh,
     ) -> None:
+        group = mesh.group("pp")
         self._module, self._first_names = module, first_names
         self._rank = dist.get_rank(group)
         ranks_of = {
@@ -76,7 +82,9 @@ class SharedWeights:
             if self._rank not in ranks:
                 continue
             members = [world[rank] for rank in ranks]
-            own = group if len(members) == len(world) else dist.new_group(members, use_local_synchronization=True)
+            own = group
+            if len(members) < len(world):
+                own = dist.new_group(members, timeout=mesh.timeout, use_local_synchronization=True)
             self._owners.append(_Owners(ranks, tuple(by_ranks[ranks]), own))
         self._counted_by = {name: ranks[0] for name, ranks in ranks_of.items()}
         self._known: dict[int, tuple[Tensor, bool]] = {}
@@ -96,6 +104,45 @@ class SharedWeights:
             }
             known = self._known.get(id(parameter), (parameter, True))
         return ("pp",) if known[1] else None
+
+    # [Note: groups of shared weights]
+    # What a stage lists in `configure_optimizers` may differ between owners: a tied embedding is `embed.weight` on the first stage
+    # and only `head.weight` on the last, which may be of another group, and what lists `self.embed.parameters()` finds nothing on the
+    # last. In one process the weight is in one group. The first owner that lists it says which.
+    def settle_groups(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
+        """Puts each weight into the group that it has on its first owner; all of them call it, when optimizers are made.
+
+        Returns:
+            What cannot be settled.
+        """
+        parameters = self._parameters()
+        homes = {
+            id(parameter): (number, group)
+            for number, optimizer in enumerate(optimizers)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        problems = []
+        for owners in self._owners:
+            mine = {
+                name: (homes[key][0], _options(homes[key][1]))
+                for name in owners.weights
+                if (key := id(parameters[name])) in homes
+            }
+            everyone: list[dict[str, tuple[int, Mapping[str, Any]]]] = [{}] * len(owners.ranks)
+            dist.all_gather_object(everyone, mine, group=owners.group)
+            for name in owners.weights:
+                wanted = next((theirs[name] for theirs in everyone if name in theirs), None)
+                if wanted is None or mine.get(name) == wanted:
+                    continue
+                number, options = wanted
+                groups = optimizers[number].param_groups if number < len(optimizers) else []
+                target = next((group for group in groups if _options(group) == options), None)
+                if target is None:
+                    problems.append(_unsettled(name, owners.ranks, mine.get(name), options))
+                    continue
+                _move(parameters[name], name, homes.get(id(parameters[name]), (0, None))[1], target)
+        return problems
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -159,6 +206,35 @@ class SharedWeights:
             plain = plain_name(name)
             found[self._first_names.get(plain, plain)] = parameter
         return found
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = gather({k: v for k, v in group.items() if k not in ("params", "param_names")}, keep=True)
+    return found
+
+
+def _move(parameter: Tensor, name: str, source: dict[str, Any] | None, target: dict[str, Any]) -> None:
+    text = name
+    if source is not None:
+        index = next(index for index, each in enumerate(source["params"]) if each is parameter)
+        del source["params"][index]
+        if "param_names" in source:
+            text = source["param_names"].pop(index)
+    target["params"].append(parameter)
+    if "param_names" in target:
+        target["param_names"].append(text)
+
+
+def _unsettled(
+    name: str, ranks: Sequence[int], mine: tuple[int, Mapping[str, Any]] | None, wanted: Mapping[str, Any]
+) -> Problem:
+    have = {} if mine is None else mine[1]
+    differing = {key: (have.get(key, "nothing"), value) for key, value in wanted.items() if have.get(key) != value}
+    listed = ", ".join(f"{key}={theirs} and {key}={own}" for key, (own, theirs) in list(differing.items())[:3])
+    return Problem(
+        f"{name} is shared by ranks {', '.join(map(str, ranks))} of the pipeline, whose optimizers have it with {listed}.",
+        "Let configure_optimizers make the same groups on every stage, also those that are empty there.",
+    )
 
 
 Bucket = Sequence[tuple[str, Tensor]]

@@ -1,6 +1,7 @@
 """A module whose layers need not wait for each other, and the crudest cut of it: what a rank does not hold is gone."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from lightning_5d.checkpoint.stages import Stages
 from lightning_5d.mesh import ParallelMesh
 from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized
 from lightning_5d.pipeline_parallel.shared_weights import SharedWeights
+from lightning_5d.pipeline_parallel.stage.placeholders import accepting_empty
 from lightning_5d.plan import ParallelPlan
 
 WIDTH = 6
@@ -23,20 +25,6 @@ WIDTH = 6
 class Gone(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.new_zeros(())
-
-
-class Nothing(nn.Module):
-    """A parameter for an optimizer without any, as the cut has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.empty(0))
-
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        return
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        return
 
 
 class Term(nn.Module):
@@ -89,9 +77,13 @@ class Sum(L.LightningModule):
         named = {name: p for name, p in self.named_parameters() if p.requires_grad}
         if self.how == "sgd":
             return torch.optim.SGD(named.values(), lr=0.1, momentum=0.9)
+        if self.how == "names":  # the head's name is the first layer's in one process
+            kept = [p for name, p in named.items() if name.startswith("first.")]
+            others = [p for name, p in named.items() if not name.startswith("first.")]
+            return torch.optim.AdamW([{"params": kept, "lr": 0.005}, {"params": others}], lr=0.02)
         if self.how == "layers":
             groups = []
-            for index, layer in enumerate([self.first, *self.layers, self.last]):
+            for index, layer in enumerate(self.layers):
                 mine = [p for p in layer.parameters() if any(p is q for q in named.values())]
                 groups.append({"params": mine, "lr": 0.01 * 0.9**index})
                 for p in mine:
@@ -148,9 +140,7 @@ class Half(Parallelized):
                 module.last = Gone()
             else:
                 module.first = Gone()
-            if not any(p.requires_grad for p in module.parameters()):
-                module.add_module("stage_without_weights", Nothing())
-        self.shared = SharedWeights(module, self._stages.first_names, owners, placement, mesh.group("pp"))
+        self.shared = SharedWeights(module, self._stages.first_names, owners, placement, mesh)
 
     def stages(self) -> Stages | None:
         return self._stages
@@ -167,7 +157,10 @@ class Half(Parallelized):
     def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
         return self.shared.gradient_axes(parameter)
 
+    def optimizer_context(self) -> AbstractContextManager[None]:
+        return accepting_empty(self._mesh.device)
+
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Any]:
         self.shared.synchronize()
         self.shared.check_equal()
-        return []
+        return self.shared.settle_groups(optimizers)

@@ -73,7 +73,7 @@ def _same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(mine["state"][number], entries, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["adam", "sgd", "layers"])
+@pytest.mark.parametrize("how", ["adam", "sgd", "layers", "names"])
 def test_the_file_is_the_one_of_one_process_and_goes_on_in_either(ranks: RankPool, tmp_path: Path, how: str) -> None:
     one_path, one = _saved(ranks, tmp_path, "one", how)
     two_path, two = _saved(ranks, tmp_path, "2-1-0", how)
