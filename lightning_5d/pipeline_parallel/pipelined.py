@@ -10,11 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
+from lightning_5d.checkpoint.stages import Stages
 from lightning_5d.mesh import ParallelMesh
-from lightning_5d.parallelism import Parallelized
+from lightning_5d.parallelism import Parallelized, Problem
 from lightning_5d.pipeline_parallel.channels import Channels
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
 from lightning_5d.pipeline_parallel.executor import Executor, Work
@@ -22,6 +24,7 @@ from lightning_5d.pipeline_parallel.microbatches import Splitter, split_batch
 from lightning_5d.pipeline_parallel.program import Program, program_of
 from lightning_5d.pipeline_parallel.schedule import Schedule
 from lightning_5d.pipeline_parallel.set_aside import SetAside
+from lightning_5d.pipeline_parallel.shared_weights import SharedWeights
 from lightning_5d.pipeline_parallel.sharing import SharedSteps
 from lightning_5d.pipeline_parallel.stage import Cut
 from lightning_5d.pipeline_parallel.trace import Recorder
@@ -36,6 +39,7 @@ class Pipelined(Scheduling):
         cut: This rank's stages of it.
         schedule: The schedule of a training step.
         mesh: The ranks by axis.
+        stages: The names of the whole module.
         split: The user's own way to cut a batch into microbatches; a module's ``split_batch`` method if ``None`` and if it has one.
         dynamic: Whether shapes between stages may differ for inputs of equal shapes.
 
@@ -44,6 +48,7 @@ class Pipelined(Scheduling):
         mesh: The ranks by axis.
         rank: This rank's place in the pipeline.
         cut: This rank's stages.
+        shared_weights: Those of this rank that others hold as well.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Pipelined(Scheduling):
         cut: Cut,
         schedule: Schedule,
         mesh: ParallelMesh,
+        stages: Stages,
         split: Splitter | None = None,
         dynamic: bool = False,
     ) -> None:
@@ -65,6 +71,8 @@ class Pipelined(Scheduling):
         self._executor: Executor | None = None
         own = [each for part in cut.parts for each in part.modules]
         self._shared = SharedSteps(module, mesh, self._device, mesh.timeout, own)
+        self._stages = stages
+        self.shared_weights = SharedWeights(module, stages.first_names, cut.owners, schedule.placement, mesh)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._run: StepRun | None = None
         self._aside: SetAside | None = None
@@ -157,12 +165,26 @@ class Pipelined(Scheduling):
         return self._weights
 
     @override
+    def finalize_gradients(self) -> None:
+        self.shared_weights.sum_gradients()
+
+    @override
     def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
-        return ("pp",)
+        return self.shared_weights.gradient_axes(parameter)
+
+    @override
+    def stages(self) -> Stages | None:
+        return self._stages
 
     @override
     def optimizer_context(self) -> AbstractContextManager[None]:
         return self.cut.optimizer_context()
+
+    @override
+    def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
+        # By now weights have their first values, which may have been drawn on each rank for itself.
+        self.shared_weights.synchronize()
+        return self.shared_weights.settle_groups(optimizers)
 
     @override
     def close(self) -> None:

@@ -35,17 +35,13 @@ def _compare(
     assert max(differences.values()) < 1e-5, differences
 
 
-_COPIES = pytest.mark.xfail(strict=True, reason="gradients of the two copies are not summed yet")
-_NAMES = [pytest.param(name, marks=_COPIES) if name == "dualpipe" else name for name in SCHEDULES]
-
-
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_equals_one_process_on_two_ranks(ranks: RankPool, name: str) -> None:
     pipeline = PipelineParallel(2, schedule=name, microbatches=4, **_chunks(name))
     _compare(ranks, partial(TinyLM, layers=5), 2, pipeline)
 
 
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_equals_one_process_on_four_ranks(ranks: RankPool, name: str) -> None:
     pipeline = PipelineParallel(4, schedule=name, microbatches=8, **_chunks(name))
     _compare(ranks, partial(TinyLM, layers=9), 4, pipeline)
