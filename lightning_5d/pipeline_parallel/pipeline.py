@@ -34,8 +34,8 @@ class PipelineParallel(Parallelism):
         microbatches: Pieces of a batch. A batch with fewer rows has as many as it has rows.
         chunks: Stages per rank, for ``interleaved_1f1b`` and ``looped_bfs``.
         group_size: Microbatches that go through a rank's stages together, for ``interleaved_1f1b``.
-        split: Where stages end: ``"even"`` in estimated work, ``"blocks"`` in number of blocks, or the number of blocks of each
-            stage, 0 included.
+        split: Where stages end: ``"even"`` for the shortest step by estimated work and this schedule, ``"blocks"`` for equal numbers of
+            blocks, or the number of blocks of each stage, 0 included.
         split_batch: Cuts a batch into at most so many smaller ones, for batches whose rows are not simply their first dimension; a
             method ``split_batch(batch, count)`` of the LightningModule does the same.
         dynamic: Shapes between stages may depend on values in the batch: costs a message per microbatch.
@@ -105,9 +105,19 @@ class PipelineParallel(Parallelism):
             raise TypeError(f"A pipeline cuts a LightningModule, not a {type(module).__name__}.")
         schedule = self.make_schedule()
         stages = Stages.of(module, mesh)
-        layout = layout_of(module, plan, schedule.stages, self.split)
+        split = self._shortest(module, plan, schedule) if self.split == "even" else self.split
+        layout = layout_of(module, plan, schedule.stages, split)
         cut = Cut(module, layout, schedule.stages_of(mesh.rank("pp")))
         return Pipelined(module, cut, schedule, mesh, stages, self.split_batch, dynamic=self.dynamic)
+
+    def _shortest(self, module: nn.Module, plan: ParallelPlan, schedule: Schedule) -> Sequence[int]:
+        from lightning_5d.pipeline_parallel.balance import shortest_split
+        from lightning_5d.pipeline_parallel.stage import dissect, estimate_costs
+
+        anatomy = dissect(module, plan)
+        costs = estimate_costs(module, anatomy)
+        each = [costs.blocks[name] for name in anatomy.blocks]
+        return shortest_split(schedule, each, costs.before, costs.after)
 
 
 def _is_count(value: object) -> bool:
