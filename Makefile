@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo memory-chart test lint bench clean
+.PHONY: demo memory-chart pipeline-chart test lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -22,6 +22,9 @@ demo: $(READY) ## train a small language model on 2 processes, ZeRO-1, under thr
 
 memory-chart: $(READY) ## draw the memory of ZeRO-1 in fp16 on 2 processes, in half a minute
 	$(BIN)/fived train recipe=zero1_memory_chart
+
+pipeline-chart: $(READY) ## draw what a pipeline of 4 processes really does, in half a minute; SCHEDULE=zb_v for another schedule
+	$(BIN)/fived train recipe=pipeline_demo pipeline.schedule=$(or $(SCHEDULE),1f1b)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -58,3 +58,20 @@ def cut(root: nn.Module, blocks: Sequence[nn.Module]) -> Blocks:
         if id(block) not in tied_blocks and any(owners[param] == {id(block)} for param in block.parameters())
     ]
     return Blocks(kept, left)
+
+
+def outer_modules(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The outermost modules with parameters that neither hold blocks nor are inside of one: embedding, last norm, head."""
+    around = {id(module) for module in root.modules() if any(inner in blocks for inner in module.modules())}
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        for child in module.children():
+            if id(child) not in around:
+                if any(True for _ in child.parameters()):
+                    found.append(child)
+            elif child not in blocks:
+                look(child)
+
+    look(root)
+    return found

@@ -126,6 +126,8 @@ class ReplicatedEngine(Engine):
     def _reducer_for(self, parts: tuple[Part, ...] | None) -> GradientReducer:
         trainable = [param for param in self.module.parameters() if param.requires_grad]
         reducer = self._reducer
+        if reducer is not None:
+            reducer.settle()
         if reducer is None or self._parts != parts or not reducer.covers(trainable):  # also after (un)freezing
             if reducer is not None:
                 reducer.close()

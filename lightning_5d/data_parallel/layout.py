@@ -22,6 +22,8 @@ class Layout:
     def __init__(self, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self._sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
+        if padded and not any(padded):
+            padded[-1] = _ALIGNMENT  # parameters without elements alone: an empty buffer has no address to be known by
         self._dtypes = list(dtypes)
         self._starts = [0, *accumulate(padded)]
         self.nbytes, self.payload = sum(padded), sum(self._sizes)

@@ -87,6 +87,7 @@ class GradientReducer:
             self._pending.in_flight = len(self._buckets)  # they start together: a wait would hold up other parts
         self.synchronize = True
         self.used: set[int] = set()
+        self._failed = False
         self._number = {param: index for index, param in enumerate(self.params)}
 
     def covers(self, params: Sequence[nn.Parameter]) -> bool:
@@ -122,11 +123,18 @@ class GradientReducer:
                 self._start(bucket)
 
     def drop(self) -> None:
-        """Forgets a window that has failed, without waiting for anyone."""
-        self._pending.drop()
-        for bucket in self._buckets:
-            bucket.reset()
-        self.used.clear()
+        """Forgets a window that has failed, without waiting for anyone; the next one begins with `settle`."""
+        if self.synchronize:
+            self._pending.drop()
+            started = [bucket for bucket in self._buckets if bucket.all_reduce is not None]
+            self.used = {self._number[param] for bucket in started for param in bucket.params}
+            self._failed = True
+
+    def settle(self) -> None:
+        """Ends with all ranks what they had started when a window failed; no rank can do so alone."""
+        if self._failed:
+            self._failed = False
+            self._complete()
 
     def _start(self, bucket: _Bucket) -> None:
         numel = sum(_local(param).numel() for param in bucket.params)
@@ -154,6 +162,9 @@ class GradientReducer:
             return
         if not self._hooked:
             self.used = {number for number, param in enumerate(self.params) if param.grad is not None}
+        self._complete()
+
+    def _complete(self) -> None:
         buckets = len(self._buckets)
         flags = torch.zeros(len(self.params) + buckets, dtype=torch.int32)
         flags[list(self.used)] = 1

@@ -188,13 +188,15 @@ class PendingReductions:
     def __init__(self, in_flight: int = 3, patience_s: float = 0.2) -> None:
         self._queue: deque[Reduction] = deque()
         self.in_flight, self._usually, self._patience_s = in_flight, in_flight, patience_s
-        self._patient = True
+        self._patient, self._useless = True, False
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def add(self, reduction: Reduction, can_poll: bool) -> None:
         """Appends a reduction and finishes older ones that have arrived."""
+        if self._useless:
+            reduction.drop()
         self._queue.append(reduction)
         if not can_poll:
             return
@@ -210,7 +212,8 @@ class PendingReductions:
         self.in_flight = self._usually
 
     def drop(self) -> None:
-        """Forgets all of them, without waiting: they are taken in, as exchanges must be, with those that follow."""
+        """From now to the end of `finish` results are of no use. They are taken in all the same, as exchanges must be."""
+        self._useless = True
         for reduction in self._queue:
             reduction.drop()
 
@@ -223,6 +226,7 @@ class PendingReductions:
             while done and done[0]:
                 self._queue.popleft()
                 done.pop(0)
+        self._useless = False
 
     def _progress(self) -> None:
         while self._queue and self._queue[0].advance(block=False):

@@ -65,6 +65,11 @@ class ScalarParams:
         """Which parameters have a gradient that was not reduced yet."""
         return [plain.grad is not None for plain in self._plain]
 
+    def drop_gradients(self) -> None:
+        """Forgets gradients that were not reduced."""
+        for plain in self._plain:
+            plain.grad = None
+
     @torch.no_grad()
     def reduce(self, used: Sequence[bool], axes: Sequence[DeviceMesh]) -> None:
         """Averages the gradients of those parameters that some rank ``used``, and hands them to the DTensors."""

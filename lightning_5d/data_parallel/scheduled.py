@@ -54,7 +54,7 @@ class SchedulingEngine(ShardedEngine):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._part_groups: PartGroups | None = None
-        self._reduces = self._each_microbatch = self._regathers = False
+        self._reduces = self._each_microbatch = self._regathers = self._failed = False
 
     # Around a schedule #
     @override
@@ -150,9 +150,23 @@ class SchedulingEngine(ShardedEngine):
             self._exchange.pending.drop()
         for group in self.groups:
             group.drop_gradients()
-        self._last = self._complete = True
+        if self._scalars is not None:
+            self._scalars.drop_gradients()
+        self._last = self._complete = self._failed = True
         if not any(group.arriving for group in self.groups):
             self._reshard()
+
+    @override
+    def _initialize(self) -> None:
+        super()._initialize()
+        if self._failed:
+            # Ranks had started other reductions when they failed: those are ended together before anything else begins.
+            self._failed = False
+            self._agree_on_use()
+            if self._exchange is not None:
+                self._exchange.pending.finish()
+            for group in self.groups:
+                group.forget_unused(set())
 
     def _restore_limits(self) -> None:
         if self._exchange is not None:

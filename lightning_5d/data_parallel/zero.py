@@ -30,12 +30,23 @@ class ZeRO(Parallelism):
     | 2 | the gradients too | (1 + microbatches) M |
     | 3 | the parameters too | 3M per microbatch |
 
+    A pipeline runs many microbatches of its parts in a row, in any order. Around all of them parameters are gathered once and
+    gradients reduced once, at any stage: 2M per step, and a rank holds its part of the model whole meanwhile, gradients
+    included. With ``per_microbatch=True`` stages 2 and 3 go further under a pipeline, too:
+
+    | stage | besides | traffic per step |
+    |---|---|---|
+    | 2 | gradients are reduced after each microbatch, and held whole for one only | (1 + microbatches) M |
+    | 3 | also, a part's parameters are gathered for each of its forwards, backwards and weight gradients, and freed after it | 3M to 4M per microbatch |
+
     Args:
         stage: 0, 1, 2 or 3.
         replicate: Size of the outer, replicated data axis: state is sharded inside groups of ``data ranks / replicate`` and
             equal between them (HSDP).
         size: Number of data ranks, ``"auto"`` for what other axes leave of the world.
         offload: ``"cpu"`` keeps sharded parameters and optimizer states in host memory between uses.
+        per_microbatch: Stages 2 and 3 under a pipeline: saves memory in each microbatch, for the traffic above. Without a
+            pipeline they do so in any case.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2019), section 5;
     the engine is `torch.distributed.fsdp.fully_shard`.
@@ -48,6 +59,7 @@ class ZeRO(Parallelism):
     replicate: int = 1
     size: Size = "auto"
     offload: Offload = "none"
+    per_microbatch: bool = False
 
     def mesh_sizes(self) -> dict[str, Size]:
         """Sizes of ``dp_replicate`` and ``dp_shard``; stage 0 shards nothing, so all its ranks are replicas."""
@@ -83,6 +95,12 @@ class ZeRO(Parallelism):
             problems.append(
                 Problem('ZeRO(stage=0, offload="cpu"): stage 0 shards nothing to offload.', "Use stage 1, 2 or 3.")
             )
+        if not isinstance(self.per_microbatch, bool):
+            what = f"ZeRO(per_microbatch={self.per_microbatch!r}) is neither True nor False."
+            problems.append(Problem(what, "Use True to save memory in each microbatch of a pipeline."))
+        elif self.per_microbatch and self.stage in (0, 1):
+            what = f"ZeRO(stage={self.stage}, per_microbatch=True): stage {self.stage} holds gradients and parameters whole."
+            problems.append(Problem(what, "Use stage 2 or 3, or leave per_microbatch out."))
         if self.offload not in _OFFLOADS:
             problems.append(
                 Problem(f"ZeRO(offload={self.offload!r}) is unknown.", f"Use one of {', '.join(_OFFLOADS)}.")
@@ -101,10 +119,14 @@ class ZeRO(Parallelism):
         """Wraps the plan's blocks and the rest of the module for this stage."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        from lightning_5d.data_parallel.blocks import outer_modules
         from lightning_5d.data_parallel.options import ShardOptions
         from lightning_5d.data_parallel.sharded import ShardedData
 
         blocks = [module.get_submodule(name) for name in plan.block_names(module)]
+        if mesh.size("pp") > 1:
+            # Of their own, as the first and the last stage may be on one rank: each is reduced when its stage is done.
+            blocks += outer_modules(module, blocks)
         # FiveD has made values equal by now, over all axes.
         options = ShardOptions(
             stage=self.stage,
@@ -112,6 +134,7 @@ class ZeRO(Parallelism):
             mp_policy=MixedPrecisionPolicy(dtypes.compute, dtypes.reduce, cast_forward_inputs=False),
             offload="none" if self.offload == "none" else "optimizer+parameters",
             synchronize=False,
+            per_microbatch=self.per_microbatch,
         )
         return ShardedData(module, blocks, mesh.submesh(*DATA_AXES), options)
 

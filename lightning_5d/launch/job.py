@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from lightning_5d.communication import destroy_process_groups
 from lightning_5d.launch.environment import variables
 from lightning_5d.launch.failure import Failure, RankFailure
-from lightning_5d.launch.processes import describe_exit, leave
+from lightning_5d.launch.processes import describe_exit, kill_children, leave
 from lightning_5d.launch.rendezvous import PrefixStore, Rendezvous, second_connection
 from lightning_5d.launch.signals import ended_when_stuck
 from lightning_5d.launch.supervisor import GRACE_SECONDS, Supervisor
@@ -64,7 +65,7 @@ class Job:
                 self._generation = self.rendezvous.next_generation()
                 return function()
             self._generation = self.rendezvous.next_generation()
-            self.supervisor = Supervisor()
+            self.supervisor = Supervisor(silent=self._end_silent_parent)
             self.supervisor.start(rank, world_size, self._generation, second_connection(self._generation), progress)
             watch = threading.Thread(target=self._watch_children, name="rank-watch", daemon=True)
             watch.start()
@@ -117,6 +118,13 @@ class Job:
         self.finish()
         if self._made_group:
             destroy_process_groups()
+
+    def _end_silent_parent(self, rank: int) -> None:
+        # Whoever starts ranks ends them; the rank that is the user's script has nobody above it that would.
+        parent = parent_of_ranks()
+        if parent == os.getppid() and rank == self.rendezvous.rank - int(os.environ["LOCAL_RANK"]):
+            kill_children()  # this process ends with its parent
+            os.kill(parent, signal.SIGKILL)
 
     def _watch_children(self) -> None:
         supervisor = self.supervisor

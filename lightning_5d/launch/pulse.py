@@ -11,10 +11,11 @@ SILENCE_SECONDS = 20.0
 
 
 class Pulse:
-    """One rank's signs of life and, on rank 0, the watch over everyone else's.
+    """One rank's signs of life, and the watch over others': rank 0 watches all, and all watch rank 0.
 
     A rank that is killed cannot say so. Its parent notices on the same machine; over machines nobody would until a
-    collective times out, and then without a name.
+    collective times out, and then without a name. A rank that is frozen, its interpreter lock held by a call that does not
+    return, is noticed by nobody else at all.
 
     Args:
         rank: Of this process.
@@ -25,11 +26,11 @@ class Pulse:
     def __init__(self, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank, self._clock = rank, clock
         self._next = clock()
-        self._others = range(1, world_size) if rank == 0 else ()
+        self._others = range(1, world_size) if rank == 0 else range(1)
         self._heard: dict[int, tuple[int, float]] = {}
 
     def beat(self, store: Store) -> int | None:
-        """Gives a sign of life when one is due; on rank 0 returns a rank that has been silent for too long, if any."""
+        """Gives a sign of life when one is due; returns a rank under watch that has been silent for too long, if any."""
         now = self._clock()
         if now < self._next:
             return None

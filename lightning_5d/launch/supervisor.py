@@ -36,10 +36,13 @@ class Supervisor:
 
     Args:
         exit: Called with the exit code when the main thread has not ended in time.
+        silent: Called right before that with a rank that this one has found silent: it may be frozen, and never end by itself.
     """
 
-    def __init__(self, exit: Callable[[int], None] = leave) -> None:
+    def __init__(self, exit: Callable[[int], None] = leave, silent: Callable[[int], None] = lambda rank: None) -> None:
         self._exit = exit
+        self._end_silent = silent
+        self._silent: int | None = None
         self._rank = 0
         self._world_size = 1
         self._store: Store | None = None
@@ -161,8 +164,10 @@ class Supervisor:
                 return
             silent = self._pulse.beat(store) if self._pulse is not None else None
             if silent is not None:
+                self._silent = silent
                 gone = Failure(
-                    silent, f"has given no sign of life for {SILENCE_SECONDS:.0f} s: killed, or its machine is gone"
+                    silent,
+                    f"has given no sign of life for {SILENCE_SECONDS:.0f} s: killed, frozen, or its machine is gone",
                 )
                 self._first = Failure.from_json(store.compare_set("failure", "", gone.to_json()))
                 return
@@ -191,6 +196,8 @@ class Supervisor:
             print(first.describe(self._world_size), file=sys.stderr, flush=True)
             # Through the thread's own connection: the main thread may sit in a wait on the other.
             self._told(store)
+        if self._silent is not None:
+            self._end_silent(self._silent)
         self._exit(1)
 
     def _told(self, store: Store | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_5d.logs.values import LoggedValues
 
-_REDUCE = {"sum": sum, "max": max, "min": min}
+_REDUCE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,14 @@ def _merged(same: Sequence[tuple[int, Call]], rows: Sequence[int], losses: Seque
         unknown = any(math.isnan(value) for value in values)
         return _like(last, math.nan if unknown else _REDUCE[reduce](values), last.options)
     parts = [part for part, _ in same]
-    sizes = [call.options.get("batch_size") for _, call in same]
+    given = [call.options.get("batch_size") for _, call in same]
+    sizes: list[int] = [] if None in given else [int(size) for size in given if size is not None]
     weights = [float(rows[part]) for part in parts]
-    counted = None not in sizes and not _of_whole_batch(sizes, [rows[part] for part in parts], sum(rows))
+    counted = bool(sizes) and not _of_whole_batch(sizes, [rows[part] for part in parts], sum(rows))
     options = last.options
-    if losses and all(_equal(value, losses[part][0]) for value, part in zip(values, parts, strict=True)):
+    if losses and all(
+        not losses[part][1] or _equal(value, losses[part][0]) for value, part in zip(values, parts, strict=True)
+    ):
         weights = [losses[part][1] for part in parts]
     elif counted:
         weights = [float(size) for size in sizes]

@@ -90,6 +90,7 @@ def draw_rows(
     *,
     shortest: float | None = None,
     behind: Sequence[Sequence[tuple[float, float, str]]] = (),
+    unit: str = "",
 ) -> None:
     """Draws a row per rank, a box per action.
 
@@ -100,6 +101,7 @@ def draw_rows(
         title: Above the rows.
         shortest: Duration from which on boxes have edges; that of the shortest box if ``None``.
         behind: For each rank, stretches between its boxes in colours of their own: start, end, colour.
+        unit: Of the clock, if it has one.
     """
     schedule = timeline.schedule
     digits = len(str(schedule.microbatches - 1))
@@ -136,7 +138,7 @@ def draw_rows(
             va="center", fontsize=FONT - 0.5, color="0.25", annotation_clip=False,
         )  # fmt: skip
     axes.annotate(
-        "bubble | peak", (1, 1), xycoords="axes fraction", xytext=(6, 4), textcoords="offset points",
+        f"bubble in {unit} | peak" if unit else "bubble | peak", (1, 1), xycoords="axes fraction", xytext=(6, 4), textcoords="offset points",
         fontsize=FONT - 0.5, color="0.25", annotation_clip=False,
     )  # fmt: skip
     axes.set_title(title, loc="left", fontsize=FONT + 1.5)

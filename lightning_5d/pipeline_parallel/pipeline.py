@@ -105,15 +105,17 @@ class PipelineParallel(Parallelism):
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Leaves on this rank the weights of its stages."""
+        from lightning_5d.checkpoint.stages import Stages
         from lightning_5d.pipeline_parallel.pipelined import Pipelined
         from lightning_5d.pipeline_parallel.stage import Cut, layout_of
 
         if not isinstance(module, pl.LightningModule):
             raise TypeError(f"A pipeline cuts a LightningModule, not a {type(module).__name__}.")
         schedule = self.make_schedule()
+        stages = Stages.of(module, mesh)
         layout = layout_of(module, plan, schedule.stages, self.split, self.costs)
         cut = Cut(module, layout, schedule.stages_of(mesh.rank("pp")))
-        return Pipelined(module, cut, schedule, mesh, self.split_batch, dynamic=self.dynamic)
+        return Pipelined(module, cut, schedule, mesh, stages, self.split_batch, dynamic=self.dynamic)
 
 
 def _is_count(value: object) -> bool:

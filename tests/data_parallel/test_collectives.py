@@ -105,7 +105,7 @@ def _memory_is_reused(rank: int) -> int:
         assert arrival.wait()[1 - rank][0].item() == step
         arrival.release()
     dist.barrier()
-    return len(transport._blocks)
+    return len(transport.host.blocks)
 
 
 def test_memory_is_reused_after_every_peer_has_read_it(ranks):

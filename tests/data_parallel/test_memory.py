@@ -112,7 +112,7 @@ def _exchange_bytes(rank: int, stage: int) -> int:
         engine.begin(last=True)
         module(torch.randn(3, 32)).pow(2).mean().backward()
         engine.wait()
-    held = sum(block.nbytes for block in engine._exchange.shard._blocks)
+    held = sum(block.nbytes for block in engine._exchange.shard.host.blocks)
     engine.close()
     return held
 
@@ -133,7 +133,7 @@ def _bucket_bytes(rank: int) -> int:
     for _ in range(3):
         module(torch.randn(3, 32)).pow(2).mean().backward()
         reducer.finish()
-    held = sum(block.nbytes for block in transport._blocks)
+    held = sum(block.nbytes for block in transport.host.blocks)
     reducer.close()
     transport.close()
     return held

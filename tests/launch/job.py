@@ -1,6 +1,8 @@
 """A training script that fails where it is told to; the tests of launching start it as a user would."""
 
 import argparse
+import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -14,6 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_5d import FiveD, ZeRO
+from lightning_5d.launch import pulse
 
 
 def strike(how: str) -> None:
@@ -23,6 +26,8 @@ def strike(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
         os._exit(0)
+    if how == "freeze":
+        ctypes.PyDLL(None).sleep(600)  # with the interpreter lock, unlike most that take long
     if how == "nap":
         time.sleep(30)
         return
@@ -119,7 +124,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--then", default="")
+    parser.add_argument("--silence", type=float, default=pulse.SILENCE_SECONDS)
     options = parser.parse_args()
+    pulse.SILENCE_SECONDS = options.silence
     before = dict(os.environ)
     one = trainer(options)
     module = Module(options)
@@ -146,4 +153,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)  # for `Running.where`; data workers inherit it
     sys.exit(main())

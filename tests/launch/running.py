@@ -35,8 +35,11 @@ class Running:
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
+            alive = self.where()
             self.kill()
-            raise AssertionError(f"no end after {seconds} s\n{self.out.read_text()}\n{self.err.read_text()}") from None
+            raise AssertionError(
+                f"no end after {seconds} s\n{self.out.read_text()}\n{self.err.read_text()}\n{alive}"
+            ) from None
         return Finished(code, self.out.read_text(), self.err.read_text(), time.monotonic() - self.started, self)
 
     def wait_for(self, text: str, times: int, seconds: float) -> None:
@@ -69,6 +72,27 @@ class Running:
             time.sleep(0.1)
         return left
 
+    def where(self) -> str:
+        """What each live process waits for; those that run `job.py` write the stacks of all their threads to `err`."""
+        lines = []
+        for pid in self.processes():
+            folder = Path(f"/proc/{pid}")
+            try:
+                parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
+                threads = [
+                    f"{(task / 'comm').read_text().strip()}: {(task / 'wchan').read_text()}"
+                    for task in (folder / "task").iterdir()
+                ]
+                lines.append(f"process {pid}, started by {parent}, its threads and what they wait for: {threads}")
+                if _handles(folder, signal.SIGUSR1):
+                    with self.err.open("a") as err:
+                        err.write(f"\n--- stacks of process {pid}\n")
+                    os.kill(pid, signal.SIGUSR1)
+                    time.sleep(0.3)
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        return "\n".join(lines)
+
     def kill(self) -> None:
         """End all that belongs to the job."""
         for pid in self.processes():
@@ -76,6 +100,12 @@ class Running:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+
+def _handles(folder: Path, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for a signal that would end it."""
+    caught = next(line for line in (folder / "status").read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 @dataclass
@@ -116,7 +146,7 @@ def start(
     out, err = folder / f"{tag}.out", folder / f"{tag}.err"
     # A shell that runs tests in the background has them ignore SIGINT, which jobs would inherit.
     interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with out.open("w") as out_file, err.open("w") as err_file:
+    with out.open("a") as out_file, err.open("a") as err_file:
         process = subprocess.Popen(
             [*launcher, str(HERE / script), *arguments],
             cwd=folder,

@@ -68,6 +68,29 @@ def test_rank_0_killed_ends_its_script_ranks(tmp_path: Path) -> None:
     assert job.job.left_after(5) == []
 
 
+def test_rank_0_frozen_with_the_interpreter_lock_is_ended_by_the_others(tmp_path: Path) -> None:
+    job = run(tmp_path, "--where", "training_step", "--rank", "0", "--how", "freeze", "--silence", "4")
+    assert job.code == -signal.SIGKILL
+    assert "[rank 1] stopped: rank 0 of 2 failed first: it has given no sign of life" in job.err
+    assert job.job.left_after(5) == []
+
+
+def test_a_job_that_does_not_end_says_where_each_process_is(tmp_path: Path) -> None:
+    stuck = """
+import faulthandler, signal, time
+faulthandler.register(signal.SIGUSR1)
+def strike():
+    time.sleep(60)
+print("TRAINING", flush=True)
+strike()
+"""
+    job = start(tmp_path, launcher=(*PYTHON, "-c", stuck))
+    job.wait_for("TRAINING", 1, 20)
+    with pytest.raises(AssertionError, match=r"(?s)stacks of process.*in strike.*threads and what they wait for"):
+        job.wait(0.1)
+    assert job.left_after(5) == []
+
+
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_torchrun_ends_with_the_first_failure(tmp_path: Path, how: str) -> None:
     job = run(tmp_path, "--where", "training_step", "--how", how, launcher=TORCHRUN)

@@ -41,3 +41,21 @@ def test_a_rank_that_has_not_begun_is_waited_for() -> None:
     first = Pulse(0, 2, clock)
     assert _run(clock, store, [first], 120.0) == []
     assert _run(clock, store, [first, Pulse(1, 2, clock)], 60.0) == []
+
+
+def test_a_frozen_rank_0_is_named_by_the_others() -> None:
+    clock, store = Clock(), HashStore()
+    pulses = [Pulse(rank, 3, clock) for rank in range(3)]
+    assert _run(clock, store, pulses, 60.0) == []
+    assert _run(clock, store, pulses[1:], SILENCE_SECONDS) == []
+    noticed = _run(clock, store, pulses[1:], 2 * BEAT_SECONDS)
+    assert set(noticed) == {0}
+    assert len(noticed) >= 2
+
+
+def test_ranks_other_than_0_do_not_watch_each_other() -> None:
+    clock, store = Clock(), HashStore()
+    pulses = [Pulse(rank, 3, clock) for rank in range(3)]
+    assert _run(clock, store, pulses, 10.0) == []
+    store.set("done/0", "1")
+    assert _run(clock, store, pulses[1:2], 120.0) == []

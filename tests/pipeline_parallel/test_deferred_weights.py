@@ -362,10 +362,13 @@ def test_functional_transforms_and_functional_calls() -> None:
         return torch.func.functional_call(module, weights, x).square().sum()
 
     expected = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    of_input = torch.func.grad(lambda x: module(x).square().sum())
+    expected_of_input = of_input(x.detach())
     forward_mode = torch.func.jvp(module, (x.detach(),), (torch.ones_like(x),))[1]
     deferred = DeferredWeights([module])
     with deferred.collecting() as queue:
         equal(torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x), expected, rtol=0.0, atol=0.0)
+        assert torch.equal(of_input(x.detach()), expected_of_input)
         assert torch.equal(torch.func.jvp(module, (x.detach(),), (torch.ones_like(x),))[1], forward_mode)
     assert len(queue) == 0
 

@@ -343,10 +343,12 @@ def _logged(parts: list[tuple[Tensor, int]], in_parts: bool) -> dict[str, float]
 
     for _ in range(2):
         if in_parts:
-            with recording(values) as calls:
-                for part, size in parts:
+            recorded = []
+            for part, size in parts:
+                with recording(values) as calls:
                     step(part, size)
-            replay(values, merge(calls))
+                recorded.append(calls)
+            replay(values, merge(recorded, [size for _, size in parts]))
         else:
             step(torch.cat([part for part, _ in parts]), sum(size for _, size in parts))
     return plain({**values.metrics(on_step=True)["log"], **values.metrics(on_step=False)["log"]})

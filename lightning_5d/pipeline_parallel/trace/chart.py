@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_5d.pipeline_parallel.boxes import FONT, draw_rows, draw_table, legend_for, scale_for, shortest_of
-from lightning_5d.pipeline_parallel.chart import bubble_text, figure_with_rows, finish_memory, live_curve, table_height
+from lightning_5d.pipeline_parallel.boxes import FONT, draw_rows, draw_table, legend_for, scale_for
+from lightning_5d.pipeline_parallel.chart import figure_with_rows, finish_memory, live_curve, table_height
 from lightning_5d.pipeline_parallel.summary import number, summarize
 from lightning_5d.pipeline_parallel.timeline import Timeline
 from lightning_5d.pipeline_parallel.trace.recorder import RECEIVE, SEND
@@ -20,6 +21,7 @@ WAITING = {RECEIVE: "#c2c2c2", SEND: "#8f8f8f"}
 """Bubble that has a reason is a darker grey."""
 
 _MEMORY = 1.9  # inches
+_VISIBLE = 1 / 500  # of the clock
 _PLANNED, _ACTUAL = "0.55", "#a02c5a"
 
 
@@ -33,23 +35,23 @@ def draw_step(trace: StepTrace) -> Figure:
     planned = replace(trace.planned, timeline=spans_in(trace.planned, per_second))
     live = tuple(tuple((time * per_second, count) for time, count in steps) for steps in trace.actual.live)
     actual = replace(trace.actual, timeline=spans_in(trace.actual, per_second), live=live)
-    shortest = shortest_of(planned)
+    shortest = _short(planned)
     scale = scale_for([planned, actual], shortest)
     behind = [
         [(gap.start * per_second, gap.end * per_second, WAITING[gap.doing]) for gap in trace.idle(rank) if gap.doing]
         for rank in range(trace.schedule.ranks)
     ]
     handles = legend_for([planned, actual])
-    doing = {colour for stretches in behind for *_, colour in stretches}
+    doing = {colour for stretches in behind for start, end, colour in stretches if end - start > _VISIBLE * scale.until}
     words = {RECEIVE: "waiting for a message", SEND: "sending"}
     handles += [Patch(color=WAITING[kind], label=words[kind]) for kind in WAITING if WAITING[kind] in doing]
     figure, (above, below, memory, table) = figure_with_rows(
         [planned, actual], scale, handles, _MEMORY, table_height(2)
     )
-    draw_rows(above, planned, scale, f"{trace.schedule.title}, planned: {bubble_text(planned)}")
+    draw_rows(above, planned, scale, f"{trace.schedule.title}, planned: bubble {planned.bubble_ratio:.1%}", unit=unit)
     draw_rows(
-        below, actual, scale, f"the same on the same clock, step {trace.step} as it ran: {bubble_text(actual)}",
-        shortest=shortest, behind=behind,
+        below, actual, scale, f"as it ran in step {trace.step}, on the same clock: bubble {actual.bubble_ratio:.1%}",
+        shortest=shortest, behind=behind, unit=unit,
     )  # fmt: skip
     _draw_memory(memory, planned, actual, f"time in {unit}{_error(trace)}")
     for axes in (above, below):
@@ -65,9 +67,19 @@ def draw_step(trace: StepTrace) -> Figure:
     return figure
 
 
+def _short(timeline: Timeline) -> float | None:
+    """Duration of a box of which three quarters are longer: a stage with little to do should not make the picture wide."""
+    lengths = sorted(span.end - span.start for spans in timeline.timeline for span in spans)
+    return lengths[len(lengths) // 4] if lengths and lengths[len(lengths) // 4] > 0 else None
+
+
 def _draw_memory(axes: Axes, planned: Timeline, actual: Measured, clock: str) -> None:
     peaks = actual.peak_activations
     worst = peaks.index(max(peaks))
+    calm = tuple(
+        without_blinks(actual.live_activations(rank), _VISIBLE * actual.makespan) for rank in range(len(peaks))
+    )
+    actual = replace(actual, live=calm)
     for timeline, label, colour, width in (
         (planned, "planned", _PLANNED, 1.2),
         (actual, "as it ran", _ACTUAL, 2.0),
@@ -86,6 +98,16 @@ def _draw_memory(axes: Axes, planned: Timeline, actual: Measured, clock: str) ->
         )
     finish_memory(axes, max(peaks), clock)
     axes.xaxis.label.set_fontsize(FONT)
+
+
+def without_blinks(steps: Sequence[tuple[float, float]], shortest: float) -> tuple[tuple[float, float], ...]:
+    """Steps without those that end in less than a given time by going up: between the end of a backward and the next forward."""
+    following = [*steps[1:], (float("inf"), 0.0)]
+    return tuple(
+        (time, live)
+        for (time, live), (until, then) in zip(steps, following, strict=True)
+        if until - time >= shortest or then < live
+    )
 
 
 def _times(timeline: Timeline, unit: str) -> tuple[str, ...]:

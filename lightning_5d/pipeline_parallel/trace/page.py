@@ -135,10 +135,11 @@ def _live(trace: StepTrace, y: int, until: float) -> str:
     lines = []
     for name, timeline in (("planned", trace.planned), ("actual", trace.actual)):
         points, before = ["0,100"], 0.0
-        for time, live in [*timeline.live_activations(worst), (timeline.makespan, None)]:
+        steps = timeline.live_activations(worst)
+        for time, live in [*steps, (timeline.makespan, steps[-1][1] if steps else 0.0)]:
             x = 1000 * time / until
             points.append(f"{x:.3f},{100 - 100 * before / most:.2f}")
-            before = before if live is None else live
+            before = live
             points.append(f"{x:.3f},{100 - 100 * before / most:.2f}")
         lines.append(f'<polyline class="live {name}" points="{" ".join(points)}"/>')
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -21,7 +21,7 @@ class Event:
 
     Attributes:
         kind: ``"F"``, ``"B"``, ``"W"`` or ``"BW"`` for a computation, ``"send"`` or ``"receive"`` for a message.
-        stage: The stage that this rank computed, or computes the message for.
+        stage: The stage that was computed, or the one that a message is for.
         microbatch: Of the computation, or of the message.
         start: In seconds.
         end: In seconds.
@@ -48,6 +48,10 @@ class Event:
     def seconds(self) -> float:
         """How long it took."""
         return self.end - self.start
+
+    def later(self, seconds: float) -> Event:
+        """The same on a clock that is ahead by so many seconds."""
+        return replace(self, start=self.start + seconds, end=self.end + seconds)
 
 
 class Recorder:

@@ -5,19 +5,29 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning_5d.pipeline_parallel.schedule import Action, Kind, Overlap, Schedule
+from lightning_5d.pipeline_parallel.schedule import (
+    GRADIENTS,
+    Action,
+    Kind,
+    Overlap,
+    Schedule,
+    actions_of,
+    keep_microbatches,
+)
 from lightning_5d.pipeline_parallel.simulate import Durations, Simulation, simulate
 from lightning_5d.pipeline_parallel.table import format_schedule, parse_schedule
 from lightning_5d.pipeline_parallel.timeline import Span, Timeline
 from lightning_5d.pipeline_parallel.trace.recorder import RECEIVE, SEND, Event
 
 _FORMAT = 1
+_PART = {Kind.FORWARD: 1, Kind.INPUT_GRADIENT: 1, Kind.WEIGHT_GRADIENT: 1, Kind.BACKWARD: 2}
+_BACKWARDS = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.BACKWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +95,25 @@ class StepTrace:
         clock_error: float = 0.0,
         data_rank: int = 0,
     ) -> StepTrace:
-        """A trace of events on any clock that all ranks share."""
+        """A trace of events on any clock that all ranks share.
+
+        Args:
+            step: As in the class.
+            schedule: That of a whole step; of one with fewer microbatches, only those that ran are kept.
+            ranks: Events of each rank, in any order.
+            clock_error: As in the class.
+            data_rank: As in the class.
+        """
         first = min((event.start for events in ranks for event in events if event.computes), default=0.0)
         moved = tuple(
-            tuple(
-                Event(e.kind, e.stage, e.microbatch, e.start - first, e.end - first, e.live, e.peer, e.nbytes)
-                for e in sorted(events, key=lambda event: (event.start, event.end))
-            )
+            tuple(event.later(-first) for event in sorted(events, key=lambda event: (event.start, event.end)))
             for events in ranks
         )
+        ran = max((event.microbatch + 1 for events in ranks for event in events), default=0)
+        if 0 < ran < schedule.microbatches:
+            kept = {number: number for number in range(ran)}
+            rows = tuple(keep_microbatches(row, kept) for row in schedule.rows)
+            schedule = replace(schedule, copies=schedule.copies[:ran], rows=rows)
         return cls(step, schedule, moved, clock_error, data_rank)
 
     # What it comes to
@@ -108,24 +128,24 @@ class StepTrace:
 
     @cached_property
     def durations(self) -> Durations:
-        """What actions took, as means for each stage. Simulated with them, a rank computes as long as it really did."""
-        forward, backward, weight = [], [], []
-        for stage in range(self.schedule.stages):
-            seconds = {kind: self._seconds(kind, stage) for kind in Kind}
-            means = {kind: sum(times) / len(times) if times else 0.0 for kind, times in seconds.items()}
-            b, w, both = means[Kind.INPUT_GRADIENT], means[Kind.WEIGHT_GRADIENT], seconds[Kind.BACKWARD]
-            if not seconds[Kind.INPUT_GRADIENT]:
-                b = means[Kind.BACKWARD]
-            elif both:
-                # A fused backward is simulated as long as its parts; together they are to take what all of them took.
-                measured = sum(map(sum, seconds.values())) - sum(seconds[Kind.FORWARD])
-                expected = b * (len(seconds[Kind.INPUT_GRADIENT]) + len(both))
-                expected += w * (len(seconds[Kind.WEIGHT_GRADIENT]) + len(both))
-                b, w = (part * measured / expected if expected else part for part in (b, w))
-            forward.append(means[Kind.FORWARD])
-            backward.append(b)
-            weight.append(w)
-        return Durations(tuple(forward), tuple(backward), tuple(weight))
+        """What actions took, as means for each stage. Simulated with them, a rank computes as long as it really did.
+
+        The time of two that ran at once belongs to both, so it is told apart as if a forward took half as long as a fused backward.
+        """
+        seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        for spans in self.actual.timeline:
+            for span in spans:
+                actions = actions_of(span.entry)
+                parts = [_PART[action.kind] for action in actions]
+                for action, part in zip(actions, parts, strict=True):
+                    seconds[action.kind, action.stage].append((span.end - span.start) * part / sum(parts))
+        stages = range(self.schedule.stages)
+        halves = [_halves(*(seconds[kind, stage] for kind in _BACKWARDS)) for stage in stages]
+        return Durations(
+            tuple(_mean(seconds[Kind.FORWARD, stage]) for stage in stages),
+            tuple(backward for backward, _ in halves),
+            tuple(weight for _, weight in halves),
+        )
 
     @cached_property
     def planned(self) -> Simulation:
@@ -161,14 +181,11 @@ class StepTrace:
                 receives[rank, event.stage, event.microbatch, gradient] = rank, event
         for rank, events in enumerate(self.ranks):
             for event, gradient in _directions(events, SEND):
-                stage = event.stage - 1 if gradient else event.stage + 1
-                if event.peer is not None and (found := receives.get((event.peer, stage, event.microbatch, gradient))):
+                found = receives.get(
+                    (-1 if event.peer is None else event.peer, event.stage, event.microbatch, gradient)
+                )
+                if found is not None:
                     yield rank, event, *found
-
-    def _seconds(self, kind: Kind, stage: int) -> list[float]:
-        return [
-            event.seconds for events in self.ranks for event in events if event.kind == kind and event.stage == stage
-        ]
 
     # To a file and back
 
@@ -202,6 +219,20 @@ class StepTrace:
             )
         ranks = tuple(tuple(Event(**event) for event in events) for events in data["ranks"])
         return cls(data["step"], parse_schedule(data["schedule"]), ranks, data["clock_error"], data["data_rank"])
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    return sum(seconds) / len(seconds) if seconds else 0.0
+
+
+def _halves(inputs: Sequence[float], weights: Sequence[float], fused: Sequence[float]) -> tuple[float, float]:
+    """Mean times of B and W of a stage, such that B, W and B + W for each fused backward make up all that was measured."""
+    if not inputs:
+        return _mean(fused), 0.0
+    backward, weight = _mean(inputs), _mean(weights)
+    expected = backward * (len(inputs) + len(fused)) + weight * (len(weights) + len(fused))
+    factor = (sum(inputs) + sum(weights) + sum(fused)) / expected if fused and expected else 1.0
+    return backward * factor, weight * factor
 
 
 def _spans(events: Sequence[Event]) -> Iterator[Span]:
@@ -254,17 +285,17 @@ def _parts(start: float, end: float, messages: Sequence[Event]) -> Iterator[Idle
 
 
 def _directions(events: Sequence[Event], kind: str) -> Iterator[tuple[Event, bool]]:
-    """The messages of one kind, and whether each carries a gradient: those do that are sent after a backward, or received after the forward."""
-    forwards: dict[tuple[int, int], float] = {}
-    backwards: dict[tuple[int, int], float] = defaultdict(lambda: float("inf"))
+    """The messages of one kind, and whether each carries a gradient.
+
+    Gradients for a stage are sent after the backward of the next one, and received after the stage's own forward.
+    """
+    begun = {(event.kind, event.stage, event.microbatch): event.start for event in events if event.computes}
     for event in events:
-        if event.kind == Kind.FORWARD:
-            forwards[event.stage, event.microbatch] = event.start
-        elif event.kind in (Kind.INPUT_GRADIENT, Kind.BACKWARD):
-            backwards[event.stage, event.microbatch] = event.start
-    for event in events:
-        key = event.stage, event.microbatch
-        if event.kind == kind == SEND:
-            yield event, event.start >= backwards[key]
-        elif event.kind == kind == RECEIVE:
-            yield event, event.end > forwards.get(key, float("inf"))
+        if event.kind != kind:
+            continue
+        if kind == RECEIVE:
+            after = begun.get((Kind.FORWARD, event.stage, event.microbatch))
+            yield event, after is not None and event.end > after
+        else:
+            made = (begun.get((each, event.stage + 1, event.microbatch)) for each in GRADIENTS)
+            yield event, any(start is not None and event.start >= start for start in made)
