@@ -1,7 +1,9 @@
 """Stages made of timed sleeps: the real executor's bubble, with more ranks than cores."""
 
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from lightning_5d.pipeline_parallel.executor import Executor, Work
 from lightning_5d.pipeline_parallel.program import program_of
 from lightning_5d.pipeline_parallel.schedule import Schedule
 from lightning_5d.pipeline_parallel.stage import Boundary, Finished
+from lightning_5d.pipeline_parallel.trace import Recorder
 
 
 class _Sleeping(torch.autograd.Function):
@@ -64,24 +67,27 @@ class _Queue:
         self.stages.weights_run += 1
 
 
-def run_timed(rank: int, schedule: Schedule, seconds: float, repeats: int) -> dict[str, Any]:
-    """One rank: busy share of several steps in a row, without a barrier between them, and the peak of live activations."""
-    from datetime import timedelta
+def run_timed(rank: int, schedules: Sequence[Schedule], seconds: float, repeats: int) -> list[dict[str, Any]]:
+    """One rank: what it did in several steps in a row, without a barrier between them, and the peak of live activations."""
+    timeout = timedelta(seconds=30)
+    sizes = dict.fromkeys(AXES, 1) | {"pp": schedules[0].ranks}
+    mesh = ParallelMesh.create(sizes, "cpu", timeout)
+    return [_run(rank, schedule, seconds, repeats, mesh) for schedule in schedules]
 
-    sizes = dict.fromkeys(AXES, 1) | {"pp": schedule.ranks}
-    mesh = ParallelMesh.create(sizes, "cpu", timedelta(seconds=30))
+
+def _run(rank: int, schedule: Schedule, seconds: float, repeats: int, mesh: ParallelMesh) -> dict[str, Any]:
     stages = Stages(schedule.stages, seconds * schedule.ranks / schedule.stages)
-    channels = Channels.open(mesh, torch.device("cpu"), timedelta(seconds=30))
+    channels = Channels.open(mesh, torch.device("cpu"), mesh.timeout)
     executor = Executor(stages, channels, [], stages, torch.device("cpu"))  # type: ignore[arg-type]
     program = program_of(schedule, rank, schedule.microbatches, True)
     work = [Work((i,), {}, "all", lambda stage: nullcontext()) for i in range(schedule.microbatches)]
     start = lambda microbatch, output: (output, torch.ones(()))  # noqa: E731
-    executor.run(program, work, lambda *a: None, start)
+    executor.recorder = Recorder()
     dist.barrier()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
+    steps, outputs = [], {}
+    for _ in range(repeats + 1):  # in the first one, shapes are agreed on
         outputs = executor.run(program, work, lambda *a: None, start)
-        times.append((begin, time.perf_counter()))
+        steps.append(executor.recorder.take())
     channels.close()
-    return {"times": times, "peak": executor.peak_live, "outputs": {k: float(v) for k, v in outputs.items()}}
+    found = {microbatch: float(value) for microbatch, value in outputs.items()}
+    return {"steps": steps, "peak": executor.peak_live, "outputs": found, "weights": stages.weights_run}
