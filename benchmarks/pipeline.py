@@ -36,9 +36,11 @@ from benchmarks.ranks import RANKS, answers_of
 
 WARM_UP = 3
 MICROBATCHES = 8
-SPLITS = {1: (5, 3), 2: (2, 2, 2, 2)}
-"""Blocks of each stage, by stages per rank: the head costs about as much as two blocks."""
-V_SPLIT = (2, 3, 2, 1)
+HEAD = 1.1
+"""What the head and the loss cost, in blocks of the small size, as measured on one thread."""
+SAME_SPLIT = False
+SPLITS = {1: (4, 4), 2: (2, 2, 2, 2)}
+"""Blocks of each of torch's stages, by stages per rank. With ``--same-split`` they are those that FiveD takes by itself."""
 Step = Callable[[Tensor, Tensor], Any]
 
 
@@ -93,7 +95,15 @@ def torch_pipelining(schedule: str, chunks: int, v_shaped: bool = False) -> Call
         from torch.distributed.pipelining import schedules
 
         decoder, count = _decoder(size), RANKS * chunks
-        split = V_SPLIT if v_shaped else SPLITS[chunks]
+        split = SPLITS[chunks]
+        if SAME_SPLIT:
+            from lightning_5d.pipeline_parallel import make_schedule
+            from lightning_5d.pipeline_parallel.balance import shortest_split
+
+            name = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "afab", "ScheduleZBVZeroBubble": "zb_v"}.get(schedule)
+            options = {} if name else {"chunks": chunks}
+            plan = make_schedule(name or "interleaved_1f1b", RANKS, MICROBATCHES, **options)
+            split = shortest_split(plan, [1.0] * size.layers, last=HEAD)
         numbers = [rank, 2 * RANKS - 1 - rank] if v_shaped else list(range(rank, count, RANKS))
         modules = [_Stage(decoder, sum(split[:n]), split[n]) for n in numbers]
         device = torch.device("cpu")
@@ -119,7 +129,7 @@ def torch_pipelining(schedule: str, chunks: int, v_shaped: bool = False) -> Call
     return make
 
 
-def five_d(schedule: str, chunks: int | None = None, v_shaped: bool = False) -> Callable[[Size, int], Any]:
+def five_d(schedule: str, chunks: int | None = None) -> Callable[[Size, int], Any]:
     """An ordinary LightningModule in a Trainer; returns a function that fits and calls ``tick`` after every step."""
 
     def make(size: Size, rank: int) -> Any:
@@ -145,8 +155,7 @@ def five_d(schedule: str, chunks: int | None = None, v_shaped: bool = False) -> 
                     tick()
 
             warnings.simplefilter("ignore")
-            split = V_SPLIT if v_shaped else SPLITS[chunks or 1]
-            pipeline = PipelineParallel(RANKS, schedule=schedule, microbatches=MICROBATCHES, chunks=chunks, split=split)
+            pipeline = PipelineParallel(RANKS, schedule=schedule, microbatches=MICROBATCHES, chunks=chunks)
             L.Trainer(
                 accelerator="cpu",
                 devices=RANKS,
@@ -174,7 +183,7 @@ CONTESTANTS: dict[str, Callable[[Size, int], Any]] = {
     "torch interleaved_1f1b": torch_pipelining("ScheduleInterleaved1F1B", 2),
     "FiveD interleaved_1f1b": five_d("interleaved_1f1b", 2),
     "torch zb_v": torch_pipelining("ScheduleZBVZeroBubble", 2, v_shaped=True),
-    "FiveD zb_v": five_d("zb_v", v_shaped=True),
+    "FiveD zb_v": five_d("zb_v"),
     "FiveD zb_h1": five_d("zb_h1"),
     "FiveD zb_h2": five_d("zb_h2"),
 }
@@ -258,7 +267,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="timed steps in each round")
     parser.add_argument("--only", default="", help="names, or beginnings of names, separated by commas")
+    parser.add_argument("--same-split", action="store_true", help="torch's stages are cut where FiveD cuts")
     arguments = parser.parse_args()
+    global SAME_SPLIT
+    SAME_SPLIT = arguments.same_split
     chosen = tuple(part.strip() for part in arguments.only.split(",")) if arguments.only else ("",)
     names = [name for name in CONTESTANTS if name == "ceiling" or name.startswith(chosen)]
     compare(arguments.size, names, arguments.rounds, arguments.steps)

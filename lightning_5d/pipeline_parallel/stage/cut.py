@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_5d.parallelism import Part
 from lightning_5d.pipeline_parallel.stage.dependence import Dependence
+from lightning_5d.pipeline_parallel.stage.first_run import FirstRun
 from lightning_5d.pipeline_parallel.stage.layout import StageLayout
 from lightning_5d.pipeline_parallel.stage.outline import Outline
 from lightning_5d.pipeline_parallel.stage.placeholders import accepting_empty
@@ -201,10 +200,13 @@ class Cut:
             raise ValueError(f"Stage {stage} needs the outline that the first stage gave for inputs of this signature.")
         watch = Dependence() if outline is not None and not first and stage not in outline.seen else None
         run = self.running = Run(self.layout, stage, received, outline, self.device, watch)
+        look = None
+        if watch is not None or stage not in self._known:
+            look = FirstRun(run, self._module, dict(zip(range(low, high), self._blocks[stage], strict=True)))
         output = None
         try:
             _put(self._scenes.get(stage, ()))
-            with nullcontext() if watch is None and stage in self._known else self._watched(run):
+            with nullcontext() if look is None else look.looking():
                 output = step(*args, **(kwargs or {}))
         except StageBoundary:
             pass
@@ -216,8 +218,9 @@ class Cut:
         if not run.stopped and not (last and run.reached):
             run.refuse_end()
         self._known.add(stage)
+        if look is not None:
+            look.check(output)
         if watch is not None and outline is not None:
-            _check(output, f"What the step returns on stage {stage}", watch)
             outline.seen.add(stage)
             outline.written |= run.written()
         return Boundary(run.payload) if run.stopped else Finished(output)
@@ -238,30 +241,6 @@ class Cut:
         if run is not None and run.stage == 0:
             run.record(name, output)
 
-    @contextmanager
-    def _watched(self, run: Run) -> Iterator[None]:
-        """Writes down in which order own blocks run; looks at what is computed between them, and at what goes into them."""
-        watch, (low, high) = run.watch, self.layout.spans[run.stage]
-        order = run.order = []
-
-        def entering(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-            order.append(index)
-            if watch is not None:
-                _check_arguments(self.layout.blocks[index], module, args, kwargs, watch)
-                watch.pause()
-
-        def leaving(module: nn.Module, args: Any, output: Any) -> None:
-            if watch is not None:
-                watch.resume()
-
-        with ExitStack() as stack:
-            for index, block in zip(range(low, high), self._blocks[run.stage], strict=True):
-                hook = block.register_forward_pre_hook(partial(entering, index), with_kwargs=True)
-                stack.callback(hook.remove)
-                stack.callback(block.register_forward_hook(leaving).remove)
-            stack.enter_context(nullcontext() if watch is None else watch)
-            yield
-
     def _scene(self, modules: Mapping[str, nn.Module]) -> Scene:
         scene: dict[str, dict[str, nn.Module]] = {}
         for name, module in modules.items():
@@ -273,22 +252,3 @@ class Cut:
 def _put(scene: Iterable[tuple[dict[str, Any], dict[str, nn.Module]]]) -> None:
     for children, entries in scene:
         children.update(entries)
-
-
-def _check_arguments(name: str, module: nn.Module, args: Any, kwargs: Any, watch: Dependence) -> None:
-    names = list(inspect.signature(module.forward).parameters)
-    for index, value in enumerate(args):
-        _check(value, f"The argument {names[index] if index < len(names) else index!r} of {name}", watch)
-    for key, value in kwargs.items():
-        _check(value, f"The argument {key} of {name}", watch)
-
-
-def _check(value: Any, what: str, watch: Dependence) -> None:
-    source = watch.source(value)
-    if source is not None:
-        raise MisconfigurationException(
-            f"{what} is computed from {source}, which is on another stage. Blocks of a model that is cut into stages get the"
-            " hidden state from the block before, and all else from the batch. Let the blocks pass the value on with the hidden"
-            " state; or, for a module that is used both before and after the blocks, name it in ParallelPlan(before=[...],"
-            " after=[...])."
-        )
