@@ -1,7 +1,6 @@
 """Stages made of timed sleeps: the real executor's bubble, with more ranks than cores."""
 
 import time
-from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -67,17 +66,12 @@ class _Queue:
         self.stages.weights_run += 1
 
 
-def run_timed(rank: int, schedules: Sequence[Schedule], seconds: float, repeats: int) -> list[dict[str, Any]]:
+def run_timed(rank: int, schedule: Schedule, seconds: float, repeats: int) -> dict[str, Any]:
     """One rank: what it did in several steps in a row, without a barrier between them, and the peak of live activations."""
     timeout = timedelta(seconds=30)
-    sizes = dict.fromkeys(AXES, 1) | {"pp": schedules[0].ranks}
-    mesh = ParallelMesh.create(sizes, "cpu", timeout)
-    return [_run(rank, schedule, seconds, repeats, mesh) for schedule in schedules]
-
-
-def _run(rank: int, schedule: Schedule, seconds: float, repeats: int, mesh: ParallelMesh) -> dict[str, Any]:
+    mesh = ParallelMesh.create(dict.fromkeys(AXES, 1) | {"pp": schedule.ranks}, "cpu", timeout)
     stages = Stages(schedule.stages, seconds * schedule.ranks / schedule.stages)
-    channels = Channels.open(mesh, torch.device("cpu"), mesh.timeout)
+    channels = Channels.open(mesh, torch.device("cpu"), timeout)
     executor = Executor(stages, channels, [], stages, torch.device("cpu"))  # type: ignore[arg-type]
     program = program_of(schedule, rank, schedule.microbatches, True)
     work = [Work((i,), {}, "all", lambda stage: nullcontext()) for i in range(schedule.microbatches)]
@@ -85,9 +79,9 @@ def _run(rank: int, schedule: Schedule, seconds: float, repeats: int, mesh: Para
     executor.recorder = Recorder()
     dist.barrier()
     steps, outputs = [], {}
-    for _ in range(repeats + 1):  # in the first one, shapes are agreed on
+    for _ in range(repeats):
         outputs = executor.run(program, work, lambda *a: None, start)
         steps.append(executor.recorder.take())
     channels.close()
-    found = {microbatch: float(value) for microbatch, value in outputs.items()}
+    found = {microbatch: float(value.detach()) for microbatch, value in outputs.items()}
     return {"steps": steps, "peak": executor.peak_live, "outputs": found, "weights": stages.weights_run}
