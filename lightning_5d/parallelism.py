@@ -170,13 +170,14 @@ class Parallelized:
     def part_begins(self, stage: int) -> None:
         """Comes inside `scheduled` before each forward, backward or weight gradient of a part."""
 
-    def part_ends(self, stage: int, *, gradients: bool = False, complete: bool = False) -> None:
+    def part_ends(self, stage: int, *, gradients: bool = False, complete: bool = False, partly: bool = False) -> None:
         """Comes inside `scheduled` after each of them.
 
         Args:
             stage: The part's.
             gradients: A microbatch's gradients of the part's weights have been added up.
             complete: They were the last of this schedule.
+            partly: Some of them have been added up, and the others come with a later action.
         """
 
     def begin_microbatch(self, *, last: bool) -> None:

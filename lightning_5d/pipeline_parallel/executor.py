@@ -175,7 +175,7 @@ class Executor:
                     begins(stage)
                 self._does[each.action.kind](run, each)
                 for ends in self._ends:
-                    ends(stage, gradients=each.gradients, complete=each.complete)
+                    ends(stage, gradients=each.gradients, complete=each.complete, partly=each.partly)
             self._channels.finish()
         except BaseException as error:
             run.forget()

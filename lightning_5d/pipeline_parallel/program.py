@@ -38,6 +38,7 @@ class Step:
         target: The rank that its result goes to; ``None`` for this rank, or if nobody waits for it.
         gradients: Whether it makes gradients of weights.
         complete: Whether they are the last of its stage.
+        partly: Whether it may make some of them, and a later action the others.
     """
 
     action: Action
@@ -45,6 +46,7 @@ class Step:
     target: int | None
     gradients: bool
     complete: bool
+    partly: bool
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def _step(schedule: Schedule, rank: int, action: Action, last: dict[int, Action]
         None if target == rank else target,
         _adds_up(action),
         last.get(action.stage) == action,
+        action.kind is Kind.INPUT_GRADIENT,
     )
 
 
