@@ -159,7 +159,7 @@ class Pipelined(Scheduling):
     @override
     def give_gradients(self) -> list[float | None]:
         if self._aside is not None:
-            self._aside.put_back()
+            self._aside.put_back(self.shared_weights.owners_of)
             self._aside = None
         return self._weights
 
