@@ -5,7 +5,8 @@
 Two ranks of one thread on this machine, microbatches of one row. The ceiling is two processes side by side, each of which
 trains the whole model on all microbatches: half of its time is a pipeline without bubble, messages or Python. Contestants take
 turns within each round; a round's share is the ceiling's time over the contestant's, and the median over rounds is printed. The
-schedule's bubble is what `simulate` says with F, B and W of every stage as measured here, with a barrier between steps.
+bound is the share that the schedule has in `simulate`, with a barrier between steps and the stages' blocks as they are cut: eight
+blocks and a head, which costs a little more than a block, cannot be halved, so even a schedule without bubble has a bound below one.
 """
 
 from __future__ import annotations
@@ -94,16 +95,14 @@ def torch_pipelining(schedule: str, chunks: int, v_shaped: bool = False) -> Call
         from torch.distributed import pipelining
         from torch.distributed.pipelining import schedules
 
-        decoder, count = _decoder(size), RANKS * chunks
-        split = SPLITS[chunks]
-        if SAME_SPLIT:
-            from lightning_5d.pipeline_parallel import make_schedule
-            from lightning_5d.pipeline_parallel.balance import shortest_split
+        from lightning_5d.pipeline_parallel import make_schedule
 
-            name = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "afab", "ScheduleZBVZeroBubble": "zb_v"}.get(schedule)
-            options = {} if name else {"chunks": chunks}
-            plan = make_schedule(name or "interleaved_1f1b", RANKS, MICROBATCHES, **options)
-            split = shortest_split(plan, [1.0] * size.layers, last=HEAD)
+        decoder, count = _decoder(size), RANKS * chunks
+        many = schedule == "ScheduleInterleaved1F1B"
+        name = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "afab", "ScheduleZBVZeroBubble": "zb_v"}.get(
+            schedule, "interleaved_1f1b"
+        )
+        split = _stages(make_schedule(name, RANKS, MICROBATCHES, chunks=chunks if many else None), "torch", size)
         numbers = [rank, 2 * RANKS - 1 - rank] if v_shaped else list(range(rank, count, RANKS))
         modules = [_Stage(decoder, sum(split[:n]), split[n]) for n in numbers]
         device = torch.device("cpu")
@@ -189,6 +188,28 @@ CONTESTANTS: dict[str, Callable[[Size, int], Any]] = {
 }
 
 
+def _stages(schedule: Any, name: str, size: Size) -> tuple[int, ...]:
+    """Blocks of each stage of a contestant."""
+    from lightning_5d.pipeline_parallel.balance import shortest_split
+
+    if name.startswith("torch") and not SAME_SPLIT:
+        return SPLITS[schedule.stages // RANKS]
+    return shortest_split(schedule, [1.0] * size.layers, last=HEAD)
+
+
+def bound(name: str, size: Size) -> float:
+    """The share of the ceiling that a contestant's schedule and cut allow."""
+    from lightning_5d.pipeline_parallel import Durations, make_schedule, simulate
+
+    key = name.split()[-1]
+    schedule = make_schedule(key, RANKS, MICROBATCHES, chunks=2 if key == "interleaved_1f1b" else None)
+    costs = [float(blocks) for blocks in _stages(schedule, name, size)]
+    costs[-1] += HEAD
+    forward, rest = tuple(0.31 * cost for cost in costs), tuple(0.345 * cost for cost in costs)
+    takes = simulate(schedule, Durations(forward, rest, rest)).makespan
+    return sum(costs) * MICROBATCHES / RANKS / takes
+
+
 def run_rank(rank: int, port: int, size_name: str, name: str, steps: int, results: Any) -> None:
     """One rank of one contestant in one round: puts the seconds of a step."""
     try:
@@ -258,7 +279,8 @@ def compare(size_name: str, names: list[str], rounds: int, steps: int) -> None:
         if own != name and f"torch {own}" in times and len(times[f"torch {own}"]) == rounds:
             over = statistics.median(t / m for t, m in zip(times[f"torch {own}"], measured, strict=True))
             beside = f"{over:6.3f} of torch's speed"
-        print(f"{name:28}{share:7.3f}{statistics.median(measured) * 1e3:9.1f} ms  {beside}")
+        limit = "" if name == "ceiling" else f"{share / bound(name, SIZES[size_name]):7.3f} of its bound"
+        print(f"{name:28}{share:7.3f}{statistics.median(measured) * 1e3:9.1f} ms {limit}{beside}")
 
 
 def main() -> None:
