@@ -213,9 +213,10 @@ def verify(
                 f" {plugin.scaler.settings.init_scale if plugin.scaler else 1.0:g}, as in FiveDPrecision(..., loss_scaling="
                 "LossScaling(init_scale=1024.0))."
             )
-    noise = noise_parameters(expected)
+    noise = noise_elements(expected)
     if noise:
-        listed = ", ".join(sorted(noise)[:5]) + (", …" if len(noise) > 5 else "")
+        named = [name if bool(noise[name].all()) else f"{name} (in part)" for name in sorted(noise)]
+        listed = ", ".join(named[:5]) + (", …" if len(noise) > 5 else "")
         notes.append(
             f"the gradient of {listed} is zero but for rounding, which Adam amplifies: its values are not judged"
         )
@@ -253,26 +254,38 @@ def compare(expected: Recording, found: Recording, tolerance: float) -> Iterator
             for row in _tensor_rows("gradient", one, other, tolerance, f" (step {i})")
         ]
     )
-    noise = noise_parameters(expected)
-    kept, theirs = (
-        {name: tensor for name, tensor in recording.parameters.items() if name not in noise}
-        for recording in (expected, found)
-    )
-    yield _worst(list(_tensor_rows("parameter", kept, theirs, tolerance, "")))
+    noise = noise_elements(expected)
+    yield _worst(list(_tensor_rows("parameter", _judged(expected, noise), _judged(found, noise), tolerance, "")))
 
 
-def noise_parameters(recording: Recording) -> set[str]:
-    """Parameters whose gradient was zero but for rounding in every step, such as a bias before batch normalization.
+def noise_elements(recording: Recording) -> dict[str, Tensor]:
+    """By parameter, which elements had a gradient that was zero but for rounding in every step; only parameters with such elements.
 
-    An optimizer that divides by the gradient's own size turns that rounding into steps of full length.
+    A bias before batch normalization is one, and so are the keys' third of the bias of a fused attention projection. An optimizer
+    that divides by the gradient's own size turns that rounding into steps of full length. Elements whose gradient is
+    exactly zero are none: nothing moves them.
     """
-    names: set[str] = {name for gradients in recording.gradients for name in gradients}
+    quiet: dict[str, Tensor] = {}
+    moved: dict[str, Tensor] = {}
     for gradients in recording.gradients:
         largest = _largest(gradients)
-        names -= {
-            name for name, grad in gradients.items() if grad.numel() and float(grad.abs().max()) > _NOISE * largest
-        }
-    return names
+        for name, gradient in gradients.items():
+            small, some = ~(gradient.abs() > _NOISE * largest), gradient != 0
+            quiet[name] = quiet[name] & small if name in quiet else small
+            moved[name] = moved[name] | some if name in moved else some
+    found = {name: quiet[name] & moved[name] for name in quiet}
+    return {name: elements for name, elements in found.items() if bool(elements.any())}
+
+
+def _judged(recording: Recording, noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    judged = {}
+    for name, tensor in recording.parameters.items():
+        elements = noise.get(name)
+        if elements is None or elements.shape != tensor.shape:
+            judged[name] = tensor
+        elif not bool(elements.all()):
+            judged[name] = tensor.masked_fill(elements, 0.0)
+    return judged
 
 
 def _largest(tensors: Mapping[str, Tensor]) -> float:
