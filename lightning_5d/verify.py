@@ -42,6 +42,8 @@ TOLERANCES = {
 
 _NOISE = 1e-5
 """A gradient this much smaller than the largest one of its step is what rounding leaves of a zero."""
+_CANCELLED = 1e-2
+"""Two runs whose gradients of an element differ by this share of it have computed what is left of terms that cancel."""
 _Random = nn.modules.dropout._DropoutNd
 
 
@@ -213,10 +215,14 @@ def verify(
                 f" {plugin.scaler.settings.init_scale if plugin.scaler else 1.0:g}, as in FiveDPrecision(..., loss_scaling="
                 "LossScaling(init_scale=1024.0))."
             )
-    noise = noise_elements(expected)
-    if noise:
-        named = [name if bool(noise[name].all()) else f"{name} (in part)" for name in sorted(noise)]
-        listed = ", ".join(named[:5]) + (", …" if len(noise) > 5 else "")
+    noise = noise_parameters(expected)
+    named = sorted(noise) + [
+        f"{int(elements.sum())} elements of {name}"
+        for name, elements in sorted(noise_elements(expected, found, limit).items())
+        if name not in noise
+    ]
+    if named:
+        listed = ", ".join(named[:5]) + (", …" if len(named) > 5 else "")
         notes.append(
             f"the gradient of {listed} is zero but for rounding, which Adam amplifies: its values are not judged"
         )
@@ -254,38 +260,66 @@ def compare(expected: Recording, found: Recording, tolerance: float) -> Iterator
             for row in _tensor_rows("gradient", one, other, tolerance, f" (step {i})")
         ]
     )
-    noise = noise_elements(expected)
-    yield _worst(list(_tensor_rows("parameter", _judged(expected, noise), _judged(found, noise), tolerance, "")))
+    kept, theirs = judged_parameters(expected, found, tolerance)
+    yield _worst(list(_tensor_rows("parameter", kept, theirs, tolerance, "")))
 
 
-def noise_elements(recording: Recording) -> dict[str, Tensor]:
-    """By parameter, which elements had a gradient that was zero but for rounding in every step; only parameters with such elements.
+def judged_parameters(
+    expected: Recording, found: Recording, tolerance: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters of both runs, without those and without elements of those whose gradient is rounding alone."""
+    noise = noise_parameters(expected)
+    elements = noise_elements(expected, found, tolerance)
+    kept, theirs = (
+        {
+            name: tensor.masked_fill(elements[name], 0.0) if name in elements else tensor
+            for name, tensor in recording.parameters.items()
+            if name not in noise
+        }
+        for recording in (expected, found)
+    )
+    return kept, theirs
 
-    A bias before batch normalization is one, and so are the keys' third of the bias of a fused attention projection. An optimizer
-    that divides by the gradient's own size turns that rounding into steps of full length. Elements whose gradient is
-    exactly zero are none: nothing moves them.
+
+def noise_parameters(recording: Recording) -> set[str]:
+    """Parameters whose gradient was zero but for rounding in every step, such as a bias before batch normalization.
+
+    An optimizer that divides by the gradient's own size turns that rounding into steps of full length.
     """
-    quiet: dict[str, Tensor] = {}
-    moved: dict[str, Tensor] = {}
+    names: set[str] = {name for gradients in recording.gradients for name in gradients}
     for gradients in recording.gradients:
         largest = _largest(gradients)
-        for name, gradient in gradients.items():
-            small, some = ~(gradient.abs() > _NOISE * largest), gradient != 0
-            quiet[name] = quiet[name] & small if name in quiet else small
-            moved[name] = moved[name] | some if name in moved else some
-    found = {name: quiet[name] & moved[name] for name in quiet}
-    return {name: elements for name, elements in found.items() if bool(elements.any())}
+        names -= {
+            name for name, grad in gradients.items() if grad.numel() and float(grad.abs().max()) > _NOISE * largest
+        }
+    return names
 
 
-def _judged(recording: Recording, noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    judged = {}
-    for name, tensor in recording.parameters.items():
-        elements = noise.get(name)
-        if elements is None or elements.shape != tensor.shape:
-            judged[name] = tensor
-        elif not bool(elements.all()):
-            judged[name] = tensor.masked_fill(elements, 0.0)
-    return judged
+def noise_elements(expected: Recording, found: Recording, tolerance: float) -> dict[str, Tensor]:
+    """By parameter, elements that differ because their gradient is zero but for rounding; only parameters that have some.
+
+    The keys' part of the bias of a fused attention projection is such: softmax takes its gradient away. The gradients of an element are
+    rounding if they are small in every step of one process, and another share of themselves in the other run.
+    """
+    noise: dict[str, Tensor] = {}
+    for name, parameter in expected.parameters.items():
+        other = found.parameters.get(name)
+        if other is None or other.shape != parameter.shape or not parameter.numel():
+            continue
+        elements = (parameter - other).abs() > tolerance * parameter.abs().max()
+        if not bool(elements.any()):
+            continue
+        unlike = torch.zeros_like(elements)
+        for one, two in zip(expected.gradients, found.gradients, strict=True):
+            if name not in one or name not in two:
+                elements = torch.zeros_like(elements)
+                break
+            size = one[name].abs()
+            elements &= size <= _NOISE * _largest(one)
+            unlike |= (size > 0) & ((one[name] - two[name]).abs() > _CANCELLED * size)
+        if bool((elements & unlike).any()):
+            noise[name] = elements & unlike
+    return noise
 
 
 def _largest(tensors: Mapping[str, Tensor]) -> float:
