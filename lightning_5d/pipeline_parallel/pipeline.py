@@ -92,7 +92,7 @@ class PipelineParallel(Parallelism):
         try:
             schedule = self.make_schedule()
         except (ValueError, OSError) as error:
-            what, _, fix = str(error).partition("; ")
+            what, _, fix = str(error).rstrip(".").partition("; ")
             return [Problem(f"PipelineParallel: {what}{';' if fix else '.'}", fix or "See `fived schedule --help`.")]
         if context.module is None:
             return []
