@@ -37,8 +37,12 @@ class WholeCheckpoints(ParallelStrategy, ABC):
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
+    def settle_step(self) -> None:
+        """Makes the last optimizer step final, where that may still have to come."""
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.settle_step()
         gather_ranks("save_checkpoint")
         named = with_plain_names(self.connected_module.state_dict())
         state: dict[str, Any] = gather(named, keep=self.is_global_zero)
@@ -51,10 +55,12 @@ class WholeCheckpoints(ParallelStrategy, ABC):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.connected_module
+        self.settle_step()
         module.load_state_dict(place_module_state(checkpoint["state_dict"], module), strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.settle_step()
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state: dict[str, Any] = gather(inner.state_dict(), keep=self.is_global_zero)
         return state

@@ -89,6 +89,11 @@ class SharedSteps:
         """Takes away what it has put around the module's metrics."""
         self._metrics.close()
 
+    def discard(self) -> None:
+        """Forgets what calls of the present step have logged and counted: it starts again."""
+        self._calls = {}
+        self._metrics.discard()
+
     @contextmanager
     def microbatch(self, index: int, rows: Sequence[int], *, last: bool = True) -> Generator[None, None, None]:
         """Around each call of the user's step, on every stage.
