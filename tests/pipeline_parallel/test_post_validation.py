@@ -8,13 +8,14 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torchmetrics import SumMetric
 
 from lightning_5d import FiveD, FiveDPrecision, LossScaling, PipelineParallel, ZeRO
 from lightning_5d.pipeline_parallel import SCHEDULES, make_schedule
 from lightning_5d.pipeline_parallel.program import program_of
 from tests.modules import Block, TinyLM
 from tests.pipeline_parallel.recorded import rows
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankError, RankPool
 from tests.trainers import quiet
 
 SEPARATE: dict[str, Any] = {"backend": None, "timeout": 60.0}
@@ -59,9 +60,12 @@ class Model(TinyLM):
         super().__init__(layers)
         self.layers = nn.ModuleList(Moody(8, (trouble or {}).get(i, {})) for i in range(layers))
         self.momentum = momentum
+        self.seen = SumMetric()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         Moody.step = self.trainer.global_step
+        self.seen.update(batch.sum())
+        self.log("seen", self.seen, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
@@ -143,7 +147,7 @@ def test_with_data_ranks_at_every_stage_of_zero(ranks: RankPool, stage: int, pre
     assert redone == 2
 
 
-@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("layer", [0, 2])
 def test_an_overflow_on_one_stage_leaves_the_step_out_on_all(ranks: RankPool, layer: int) -> None:
     module = partial(Model, trouble={layer: {0: torch.inf, 2: torch.nan, 3: 30.0}})
     scaling = LossScaling(init_scale=256.0, growth_interval=2)
@@ -159,3 +163,105 @@ def test_four_ranks_and_accumulation(ranks: RankPool) -> None:
     module = partial(Model, layers=9, trouble={4: {1: 300.0}})
     for name in ("zb_v", "zb_h2"):
         assert _same(ranks, module, size=4, name=name, gradient_clip_val=5.0, accumulate_grad_batches=2) == 1
+
+
+class Looks(L.Callback):
+    """Reads weights after each step, having asked for final ones."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        trainer.strategy.settle_step()  # type: ignore[attr-defined]
+        module.log("weight", sum(p.double().sum() for p in module.parameters() if p.numel()), on_step=True)  # type: ignore[arg-type]
+
+
+class Saves(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/at_1.ckpt")
+        trainer.should_stop |= index == 3
+
+
+_TROUBLE: Any = {0: {1: 300.0}, 3: {3: 300.0}}
+
+
+def test_a_hook_can_ask_for_final_weights(ranks: RankPool) -> None:
+    assert _same(ranks, partial(Model, trouble=_TROUBLE), gradient_clip_val=5.0, callbacks=[Looks]) == 2
+
+
+def test_evaluation_and_the_end_of_training_see_final_weights(ranks: RankPool) -> None:
+    module = partial(Model, trouble=_TROUBLE)
+    for options in ({"val_check_interval": 2}, {"max_steps": 4}, {"callbacks": [Saves]}):
+        found = _same(ranks, module, name="zb_v", gradient_clip_val=5.0, limit_val_batches=1, **options)
+        assert found == (0 if "val_check_interval" in options else 1 + ("callbacks" in options))
+
+
+def _checkpoint(rank: int, folder: str, late: bool) -> Any:
+    pipeline = PipelineParallel(2, schedule="zb_h1", microbatches=4, post_validation=late)
+    found = _fit(
+        rank, partial(Model, trouble=_TROUBLE), pipeline, 2, 0, gradient_clip_val=5.0, callbacks=[Saves], default_root_dir=folder
+    )
+    return found["redone"]
+
+
+def test_checkpoints_hold_final_weights(ranks: RankPool, tmp_path: Any) -> None:
+    for late in (False, True):
+        ranks(2, _checkpoint, str(tmp_path / str(late)), late, **SEPARATE)
+    one, other = (torch.load(tmp_path / str(late) / "at_1.ckpt", weights_only=False) for late in (False, True))
+    assert all(torch.equal(one["state_dict"][name], tensor) for name, tensor in other["state_dict"].items())
+    for mine, theirs in zip(one["optimizer_states"][0]["state"].values(), other["optimizer_states"][0]["state"].values(), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+class Norms(L.Callback):
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        module.log("norm", trainer.strategy.gradient_norm())  # type: ignore[attr-defined]
+
+
+def test_hooks_that_look_at_gradients_make_steps_wait(ranks: RankPool) -> None:
+    assert _same(ranks, partial(Model, trouble=_TROUBLE), gradient_clip_val=5.0, callbacks=[Norms]) == 0
+
+
+class Fails(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        if index == 2:
+            raise ZeroDivisionError("on purpose")
+
+
+def _fails(rank: int) -> str:
+    pipeline = PipelineParallel(2, schedule="zb_h1", microbatches=4, post_validation=True)
+    trainer = quiet(strategy=FiveD(pipeline), devices=2, gradient_clip_val=5.0, callbacks=[Fails()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Model(trouble=_TROUBLE), rows(8 * STEPS, 8))
+    return "ended"
+
+
+def test_an_exception_does_not_wait_for_a_verdict(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="on purpose"):
+        ranks(2, _fails, **SEPARATE)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "dualpipe"])
+def test_other_schedules_are_refused(name: str) -> None:
+    chunks = {"chunks": 2} if SCHEDULES[name].chunks is None else {}
+    with pytest.raises(MisconfigurationException, match="Use zb_h1, zb_h2, zb_v, v_half, v_min or dualpipe_v, or"):
+        quiet(strategy=FiveD(PipelineParallel(2, schedule=name, post_validation=True, **chunks)), devices=2)
+
+
+@pytest.mark.parametrize("name", [n for n, f in SCHEDULES.items() if f.copies == 1])
+def test_nothing_is_taken_before_a_verdict_that_may_be_sent_after_it(name: str) -> None:
+    for ranks, microbatches in ((2, 2), (4, 8), (4, 3), (8, 12)):
+        if SCHEDULES[name].chunks is None:
+            continue
+        schedule = make_schedule(name, ranks, microbatches)
+        programs = [program_of(schedule, rank, microbatches, True) for rank in range(ranks)]
+        for program in programs:
+            assert all(step.action.kind.value == "F" for step in program.steps[: program.settles])
+            for sender, early in program.early.items():
+                taken = {
+                    (s.action.stage, s.action.microbatch) for s in program.steps[: program.settles] if s.source == sender
+                }
+                sent = [m for m in program.incoming[sender][:early] if not m.gradient]
+                assert len(sent) == early
+                assert taken <= {(m.stage, m.microbatch) for m in sent}
