@@ -106,9 +106,7 @@ def _parts(
     return parts_G, p
 
 
-def power_of_stage(
-    parameters: Iterable[Tensor], mesh: ParallelMesh, extra_axes: AxesOf | None = None
-) -> Tensor:
+def power_of_stage(parameters: Iterable[Tensor], mesh: ParallelMesh, extra_axes: AxesOf | None = None) -> Tensor:
     """The part of the squared 2-norm that this rank's place in the pipeline has; all ranks of that place call it together.
 
     Added up in the order of the pipeline, from the first rank on, such parts make the square of `global_norm` to the last bit.
@@ -365,7 +363,8 @@ def _reduce(parts_G: Tensor, *, largest: bool) -> Tensor:
 
 def _over_stages(parts_G: Tensor, mesh: ParallelMesh, *, largest: bool) -> Tensor:
     """The same over a world with a pipeline: first within each place of it, then in its order, so that a sum that travels
-    along the pipeline (`power_of_stage`) has the same bits."""
+    along the pipeline (`power_of_stage`) has the same bits.
+    """
     everyone = parts_G.new_empty(dist.get_world_size(), len(parts_G))
     dist.all_gather(list(everyone.unbind()), parts_G)
     if largest:

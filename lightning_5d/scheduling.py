@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_5d.parallelism import Parallelized
@@ -39,8 +40,13 @@ class PostValidation(ABC):
     optimistic: bool = False
 
     @abstractmethod
-    def train(self, trainer: pl.Trainer) -> None:
-        """Comes when training starts."""
+    def train(self, trainer: pl.Trainer, host_group: dist.ProcessGroup) -> AbstractContextManager[None]:
+        """A context around training.
+
+        Args:
+            trainer: The Trainer.
+            host_group: All ranks, on a backend for the host.
+        """
 
     @abstractmethod
     def begin(self, optimizer: Any) -> None:

@@ -64,8 +64,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
 
     @override
     def on_train_start(self) -> None:
-        if self._post is not None:
-            self._post.train(self.connected_module.trainer)
+        if self._post is not None and self.logs is not None:
+            self._schedules.enter_context(self._post.train(self.connected_module.trainer, self.logs.host_group))
         leave_out_seen(self.connected_module.trainer)
         self._schedules.enter_context(holding_schedules(self))
 

@@ -305,6 +305,8 @@ class FiveD(ParallelSteps):
             _optimizers_to_device(self.optimizers, self.root_device)
         if self.world_size > 1 and self.logs is None:
             self.logs = attach_logs(trainer, self.mesh, self.root_device, self._timeout)
+        if self.logs is not None:
+            self.logs.without_waiting = self._post is not None
 
     def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
         problems = []

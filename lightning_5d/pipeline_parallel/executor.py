@@ -82,6 +82,7 @@ class _Run:
     begin_backward: Callable[[int, Any], tuple[Tensor, Tensor] | None]
     around_backward: Callable[[], AbstractContextManager[None]]
     confirm: Callable[[], bool] | None = None
+    tell: Callable[[dict[int, Any]], None] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     live: dict[tuple[int, int], _Live] = field(default_factory=dict)
     weights: dict[tuple[int, int], WeightQueue] = field(default_factory=dict)
@@ -163,6 +164,7 @@ class Executor:
         begin_backward: Callable[[int, Any], tuple[Tensor, Tensor] | None],
         around_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
         confirm: Callable[[], bool] | None = None,
+        tell: Callable[[dict[int, Any]], None] | None = None,
     ) -> dict[int, Any]:
         """Runs a program.
 
@@ -175,6 +177,7 @@ class Executor:
             around_backward: Makes the context that gradients are computed in.
             confirm: Called after the forwards that may run on weights which are not final: says whether they were, the same
                 on all ranks.
+            tell: Called with what the step returned, as soon as it is there for all microbatches, where all of them end here.
 
         Returns:
             What the step returned, by microbatch, of those whose last stage is here.
@@ -182,7 +185,7 @@ class Executor:
         Raises:
             StaleForwardsError: If they were not; the run can be started again then.
         """
-        run = _Run(program, work, step, begin_backward, around_backward, confirm)
+        run = _Run(program, work, step, begin_backward, around_backward, confirm, tell)
         self._live = self.peak_live = 0
         try:
             for index, each in enumerate(program.steps):
@@ -203,13 +206,21 @@ class Executor:
     def _settle(self, run: _Run) -> None:
         confirm, run.confirm = run.confirm, None
         if confirm is None or confirm():
+            self._tell(run)
             return
         for source, count in run.program.early.items():
             while run.posted.get(source, 0) < count:
                 self._post_next(run, source)
         for arriving in run.arriving.values():
             arriving.wait()
+        if self.recorder is not None:
+            self.recorder.restart()
         raise StaleForwardsError
+
+    def _tell(self, run: _Run) -> None:
+        if run.tell is not None and run.confirm is None and len(run.outputs) == run.program.microbatches:
+            tell, run.tell = run.tell, None
+            tell(run.outputs)
 
     # Actions
 
@@ -238,6 +249,7 @@ class Executor:
             live.edges = self._hand_on(run, step, result.payload)
         else:
             run.outputs[microbatch] = result.output
+            self._tell(run)
             if backward and (start := run.begin_backward(microbatch, result.output)) is not None:
                 loss, gradient = start
                 live.edges, live.loss = (get_gradient_edge(loss),), gradient

@@ -71,7 +71,7 @@ class Pipelined(Scheduling):
         self._others: list[Parallelized] = []
         self._executor: Executor | None = None
         own = [each for part in cut.parts for each in part.modules]
-        self._shared = SharedSteps(module, mesh, self._device, mesh.timeout, own)
+        self._shared = SharedSteps(module, mesh, self._device, mesh.timeout, own, not post_validation)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._run: StepRun | None = None
         self._aside: SetAside | None = None
@@ -157,15 +157,18 @@ class Pipelined(Scheduling):
     ) -> dict[int, Any]:
         pending = run.pending if run.backward else None
         start, around = partial(self._start, run, rows), run.around_backward or _no_context
+        run_all = self.executor.run
+        if self._post_validation and run.backward:
+            run_all = partial(run_all, tell=partial(self._shared.tell, rows=rows))
         if pending is not None:
             before = Snapshot.of_buffers(self._module)
             try:
-                return self._execute(run, partial(self.executor.run, confirm=pending.stands), program, work, step, start, around)
+                return self._execute(run, partial(run_all, confirm=pending.stands), program, work, step, start, around)
             except StaleForwardsError:
                 before.restore()
                 self._shared.discard()
                 pending.redo()
-        return self._execute(run, self.executor.run, program, work, step, start, around)
+        return self._execute(run, run_all, program, work, step, start, around)
 
     def _execute(self, run: StepRun, execute: Callable[..., dict[int, Any]], *args: Any) -> dict[int, Any]:
         with ExitStack() as contexts:

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -32,6 +33,7 @@ from typing_extensions import override
 
 from lightning_5d.gradients import clip_by_norm, clip_factor, power_of_stage
 from lightning_5d.pipeline_parallel.snapshot import GradientSnapshot, OptimizerSnapshot, Pool
+from lightning_5d.pipeline_parallel.termination import late_termination
 from lightning_5d.scheduling import PendingStep, PostValidation
 from lightning_5d.skipped_steps import LOSS_SCALE
 
@@ -138,8 +140,9 @@ class OptimisticSteps(PostValidation):
         self.steps_redone = 0
 
     @override
-    def train(self, trainer: pl.Trainer) -> None:
+    def train(self, trainer: pl.Trainer, host_group: dist.ProcessGroup) -> AbstractContextManager[None]:
         self._alone = not _others_look(trainer)
+        return late_termination(trainer, host_group)
 
     @override
     def begin(self, optimizer: Any) -> None:
@@ -169,7 +172,7 @@ class OptimisticSteps(PostValidation):
         if group is None:
             return found
         flag = torch.tensor(int(found), device=self._mesh.device)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         return bool(flag)
 
     @override

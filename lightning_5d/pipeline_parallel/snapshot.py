@@ -144,9 +144,7 @@ def _maker(grad: Tensor) -> Any:
     """Makes a gradient like this one from its values on this rank."""
     if isinstance(grad, DTensor):
         mesh, placements, shape, stride = grad.device_mesh, grad.placements, grad.shape, grad.stride()
-        return lambda values: DTensor.from_local(
-            values, mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+        return lambda values: DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
     if grad.layout == torch.sparse_coo:
         indices, shape = grad.coalesce().indices(), grad.shape
         return lambda values: torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)

@@ -15,6 +15,7 @@ from lightning_5d.pipeline_parallel import SCHEDULES, make_schedule
 from lightning_5d.pipeline_parallel.program import program_of
 from tests.modules import Block, TinyLM
 from tests.pipeline_parallel.recorded import rows
+from tests.pipeline_parallel.timed_steps import fit_timed
 from tests.ranks.pool import RankError, RankPool
 from tests.trainers import quiet
 
@@ -56,7 +57,9 @@ class Moody(Block):
 class Model(TinyLM):
     """`trouble[layer][step]` multiplies a gradient."""
 
-    def __init__(self, layers: int = 4, trouble: dict[int, dict[int, float]] | None = None, momentum: bool = False) -> None:
+    def __init__(
+        self, layers: int = 4, trouble: dict[int, dict[int, float]] | None = None, momentum: bool = False
+    ) -> None:
         super().__init__(layers)
         self.layers = nn.ModuleList(Moody(8, (trouble or {}).get(i, {})) for i in range(layers))
         self.momentum = momentum
@@ -92,9 +95,7 @@ def _fit(rank: int, module: Any, pipeline: Any, ranks: int, stage: int, data_ran
         arguments["plugins"] = FiveDPrecision("16-mixed", loss_scaling=scaling)
     callbacks = [watch, *(make() for make in arguments.pop("callbacks", ()))]
     strategy = FiveD(pipeline, ZeRO(stage=stage))
-    trainer = quiet(
-        strategy=strategy, devices=ranks, callbacks=callbacks, use_distributed_sampler=False, **arguments
-    )
+    trainer = quiet(strategy=strategy, devices=ranks, callbacks=callbacks, use_distributed_sampler=False, **arguments)
     model = module()
     data = rows(8 * STEPS, 8, data_ranks, rank % data_ranks)
     trainer.fit(model, data, data if "limit_val_batches" in arguments else None)
@@ -116,7 +117,15 @@ def _fit(rank: int, module: Any, pipeline: Any, ranks: int, stage: int, data_ran
     }
 
 
-def _same(ranks: RankPool, module: Any, size: int = 2, data_ranks: int = 1, stage: int = 0, name: str = "zb_h1", **arguments: Any) -> int:
+def _same(
+    ranks: RankPool,
+    module: Any,
+    size: int = 2,
+    data_ranks: int = 1,
+    stage: int = 0,
+    name: str = "zb_h1",
+    **arguments: Any,
+) -> int:
     """Trains with and without; returns how many steps were made again."""
     both = []
     for late in (False, True):
@@ -125,7 +134,11 @@ def _same(ranks: RankPool, module: Any, size: int = 2, data_ranks: int = 1, stag
         both.append(ranks(size * data_ranks, partial(call, data_ranks=data_ranks, **arguments), **SEPARATE))
     for waiting, late in zip(*both, strict=True):
         assert waiting["tensors"].keys() == late["tensors"].keys()
-        wrong = [n for n, t in waiting["tensors"].items() if not torch.equal(t.nan_to_num(7e7), late["tensors"][n].nan_to_num(7e7))]
+        wrong = [
+            n
+            for n, t in waiting["tensors"].items()
+            if not torch.equal(t.nan_to_num(7e7), late["tensors"][n].nan_to_num(7e7))
+        ]
         assert not wrong, wrong
         for key in ("seen", "metrics", "lr", "schedule", "skipped", "scaler"):
             assert str(waiting[key]) == str(late[key]), key
@@ -177,7 +190,9 @@ class Looks(L.Callback):
 
 
 class Saves(L.Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, index: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
         if index == 1:
             trainer.save_checkpoint(f"{trainer.default_root_dir}/at_1.ckpt")
         trainer.should_stop |= index == 3
@@ -200,7 +215,14 @@ def test_evaluation_and_the_end_of_training_see_final_weights(ranks: RankPool) -
 def _checkpoint(rank: int, folder: str, late: bool) -> Any:
     pipeline = PipelineParallel(2, schedule="zb_h1", microbatches=4, post_validation=late)
     found = _fit(
-        rank, partial(Model, trouble=_TROUBLE), pipeline, 2, 0, gradient_clip_val=5.0, callbacks=[Saves], default_root_dir=folder
+        rank,
+        partial(Model, trouble=_TROUBLE),
+        pipeline,
+        2,
+        0,
+        gradient_clip_val=5.0,
+        callbacks=[Saves],
+        default_root_dir=folder,
     )
     return found["redone"]
 
@@ -210,7 +232,9 @@ def test_checkpoints_hold_final_weights(ranks: RankPool, tmp_path: Any) -> None:
         ranks(2, _checkpoint, str(tmp_path / str(late)), late, **SEPARATE)
     one, other = (torch.load(tmp_path / str(late) / "at_1.ckpt", weights_only=False) for late in (False, True))
     assert all(torch.equal(one["state_dict"][name], tensor) for name, tensor in other["state_dict"].items())
-    for mine, theirs in zip(one["optimizer_states"][0]["state"].values(), other["optimizer_states"][0]["state"].values(), strict=True):
+    for mine, theirs in zip(
+        one["optimizer_states"][0]["state"].values(), other["optimizer_states"][0]["state"].values(), strict=True
+    ):
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
@@ -221,6 +245,18 @@ class Norms(L.Callback):
 
 def test_hooks_that_look_at_gradients_make_steps_wait(ranks: RankPool) -> None:
     assert _same(ranks, partial(Model, trouble=_TROUBLE), gradient_clip_val=5.0, callbacks=[Norms]) == 0
+
+
+def test_steps_have_no_bubble_between_them(ranks: RankPool) -> None:
+    seconds, medians = 0.008, []
+    for late in (False, True):
+        call = partial(fit_timed, schedule="zb_h2", late=late, ranks=4, microbatches=4, seconds=seconds, steps=14)
+        times = torch.tensor(ranks(4, call, **SEPARATE))
+        medians.append(float(times.diff()[:, 4:].median(1).values.mean()))
+        apart = float((times[3] - times[0])[4:-1].median())
+        # Where the last rank is known to have ended three forwards after the first, nobody has waited.
+        assert apart > 2 * seconds if late else abs(apart) < seconds
+    assert medians[1] < medians[0] - seconds  # of three
 
 
 class Fails(L.Callback):
@@ -260,7 +296,9 @@ def test_nothing_is_taken_before_a_verdict_that_may_be_sent_after_it(name: str) 
             assert all(step.action.kind.value == "F" for step in program.steps[: program.settles])
             for sender, early in program.early.items():
                 taken = {
-                    (s.action.stage, s.action.microbatch) for s in program.steps[: program.settles] if s.source == sender
+                    (s.action.stage, s.action.microbatch)
+                    for s in program.steps[: program.settles]
+                    if s.source == sender
                 }
                 sent = [m for m in program.incoming[sender][:early] if not m.gradient]
                 assert len(sent) == early
