@@ -362,9 +362,7 @@ def _reduce(parts_G: Tensor, *, largest: bool) -> Tensor:
 
 
 def _over_stages(parts_G: Tensor, mesh: ParallelMesh, *, largest: bool) -> Tensor:
-    """The same over a world with a pipeline: first within each place of it, then in its order, so that a sum that travels
-    along the pipeline (`power_of_stage`) has the same bits.
-    """
+    """The same over a world with a pipeline, in the order in which `power_of_stage` travels along it: the bits are the same."""
     everyone = parts_G.new_empty(dist.get_world_size(), len(parts_G))
     dist.all_gather(list(everyone.unbind()), parts_G)
     if largest:

@@ -191,9 +191,9 @@ class ParallelMesh:
     def by_stage(self) -> list[list[int]]:
         """The ranks of the world at each place of the pipeline."""
         ranks = self.device_mesh.mesh
-        if "pp" in self.names:
-            ranks = ranks.movedim(self.names.index("pp"), 0)
-        return [row.flatten().tolist() for row in ranks.split(1)] if "pp" in self.names else [ranks.flatten().tolist()]
+        if "pp" not in self.names:
+            return [ranks.flatten().tolist()]
+        return [row.flatten().tolist() for row in ranks.movedim(self.names.index("pp"), 0).unbind()]
 
     def describe(self) -> str:
         """One line for the log, such as ``pp=2 x dp_shard=4 (8 ranks)``."""

@@ -355,7 +355,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
     def step_again(self, optimizer: Optimizer, default_dtype: torch.dtype) -> None:
         """Makes a step on final gradients, without anything around it, after an optimistic one was taken back."""
         self.parameters_will_change()
-        self.precision_plugin.step_again(optimizer, default_dtype)
+        if isinstance(self.precision_plugin, FiveDPrecision):
+            self.precision_plugin.step_again(optimizer, default_dtype)
         for applied in self.parallelized:
             applied.after_optimizer_step()
 

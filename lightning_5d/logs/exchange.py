@@ -258,6 +258,8 @@ class LogExchange:
         )
 
     def _deliver_in_stage(self, sent: _Round) -> None:
+        known = {key.key for key in sent.keys}
+        sent.values.hide({key for key in sent.mine if key not in known})
         group = self.mesh.data_group
         together = dist.get_world_size(group) > 1
         for reduce in ("sum", "max", "min"):

@@ -123,8 +123,13 @@ class SharedSteps:
             outputs: What the step returned, by microbatch.
             rows: Rows of each microbatch.
         """
-        calls, self._calls = self._calls, {}
-        self._told = self._tell(outputs, calls, rows, False)
+        values = Values()
+        try:
+            structure = self._put(values, outputs, self._calls, rows, False)
+        except Exception:
+            return  # `finish` says so, when all are there to hear it
+        if self._messages.knows(structure) and not values.objects:
+            self._told = self._messages.send(structure, values)
 
     def finish(
         self, outputs: Mapping[int, Any], rows: Sequence[int], sources: Sequence[int], *, training: bool

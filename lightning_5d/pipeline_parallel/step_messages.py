@@ -229,6 +229,10 @@ class StepMessages:
                 dist.broadcast(tensor.contiguous(), group=self._device_group, group_src=self.rank)
         return structure, Reader(scalars, values.tensors, values.objects, agreed.shells, self._device)
 
+    def knows(self, structure: Structure) -> bool:
+        """Whether all stages know this structure."""
+        return structure in self._numbers
+
     def fail(self, message: str) -> None:
         """Has all other stages, which call `receive`, raise an error with this message."""
         text = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
@@ -236,6 +240,8 @@ class StepMessages:
         header[_STATUS], header[_SIZE] = _FAILED, len(text)
         self._broadcast(header)
         self._broadcast(text)
+        while self._out:  # this rank is about to end
+            self._out.popleft()[0].wait()
 
     def receive(self, source: int) -> tuple[Any, Reader]:
         """What the stage `source` of the group tells.

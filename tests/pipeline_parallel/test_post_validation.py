@@ -238,6 +238,16 @@ def test_checkpoints_hold_final_weights(ranks: RankPool, tmp_path: Any) -> None:
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
+class LogsOnOneStage(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        if trainer.global_rank == 0 and index >= 3:
+            module.log("odd", float(index), on_epoch=True)
+
+
+def test_a_key_of_one_stage_reaches_all(ranks: RankPool) -> None:
+    assert _same(ranks, Model, callbacks=[LogsOnOneStage], gradient_clip_val=5.0) == 0
+
+
 class Norms(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         module.log("norm", trainer.strategy.gradient_norm())  # type: ignore[attr-defined]
