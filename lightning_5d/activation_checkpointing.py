@@ -277,7 +277,9 @@ def units(module: nn.Module, options: ActivationCheckpointing, plan: ParallelPla
                 chosen.append(name)
     else:
         chosen = [name for name in blocks if not any(other.startswith(f"{name}.") for other in blocks)]
-    return [name for name in chosen[:: options.every] if not isinstance(module.get_submodule(name), Absent)]
+    # Counted in the whole model, so that a pipeline changes nothing; what it has left of other stages' blocks has no weights.
+    chosen = chosen[:: options.every]
+    return [name for name in chosen if not isinstance(module.get_submodule(name), Absent)]
 
 
 def module_problems(options: ActivationCheckpointing, module: nn.Module, given: ParallelPlan | None) -> list[Problem]:

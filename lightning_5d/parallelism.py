@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
+    from lightning_5d.checkpoint.stages import Stages
     from lightning_5d.mesh import ParallelMesh
     from lightning_5d.plan import ParallelPlan
 
@@ -211,6 +212,10 @@ class Parallelized:
         """
         return ()
 
+    def optimizer_context(self) -> AbstractContextManager[None]:
+        """A context around the user's `configure_optimizers`."""
+        return nullcontext()
+
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
         """What is wrong with the user's optimizers for parameters as this axis has placed them."""
         return []
@@ -230,6 +235,13 @@ class Parallelized:
         other ranks"``; see `lightning_5d.memory.categories`) and a tensor whose storage is that memory, whole, also while parts of it are lent.
         """
         return ()
+
+    def stages(self) -> Stages | None:
+        """What joins the state of ranks that hold different stages of the module, for checkpoints and the like.
+
+        An axis that cuts modules makes it before it cuts one. ``None`` where each rank holds all of the module, or shards of it.
+        """
+        return None
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -296,7 +296,10 @@ class FiveD(ParallelSteps):
             self._parallelize(module, fitting)
         if fitting:
             self._reset_optimizers()
-            self.setup_optimizers(trainer)
+            with ExitStack() as contexts:
+                for applied in self.parallelized:
+                    contexts.enter_context(applied.optimizer_context())
+                self.setup_optimizers(trainer)
             raise_problems([p for applied in self.parallelized for p in applied.optimizer_problems(self.optimizers)])
         self.setup_precision_plugin()
         scheduling = self._scheduling

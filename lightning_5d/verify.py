@@ -288,7 +288,7 @@ def _tensor_rows(
         if name not in one or name not in other:
             # A missing gradient and one of zeros move a parameter alike under plain SGD only; elsewhere it is a difference.
             present = one.get(name, other.get(name, torch.zeros(())))
-            same = not bool(present.abs().max() > 0)
+            same = quantity == "gradient" and not bool(present.abs().max() > 0)
             yield Row(quantity, f"{name}{suffix}, missing on one side", 0.0, 0.0 if same else math.inf, tolerance)
         else:
             a, b = one[name], other[name]
@@ -322,15 +322,14 @@ class _Recorder(Callback):
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         strategy = trainer.strategy
-        keep = trainer.is_global_zero
         grads = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
         norm = (
             strategy.gradient_norm()
             if isinstance(strategy, FiveD)
             else torch.nn.utils.get_total_norm(list(grads.values()))
         )
-        whole = gather(grads, keep=keep)
-        if keep:
+        whole = _by_parameter(trainer, grads)
+        if trainer.is_global_zero:
             self.recording.gradients.append(whole)
         self.recording.norms.append(float(norm))
 
@@ -349,11 +348,19 @@ class _Recorder(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        whole = gather(dict(pl_module.named_parameters()), keep=trainer.is_global_zero)
+        whole = _by_parameter(trainer, dict(pl_module.named_parameters()))
         self.recording.parameters = {name: tensor.detach() for name, tensor in whole.items()}
         if self.path is not None and trainer.is_global_zero:
             torch.save(self.recording.__dict__, self.path)
         trainer.strategy.barrier("verify")
+
+
+def _by_parameter(trainer: pl.Trainer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors on rank 0."""
+    if isinstance(trainer.strategy, FiveD):
+        return trainer.strategy.by_parameter(values)
+    found: dict[str, Tensor] = gather(dict(values), keep=True)
+    return found
 
 
 class _Listed(Dataset[Any]):

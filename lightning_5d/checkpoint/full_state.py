@@ -41,7 +41,7 @@ def gather(state: Any, *, keep: bool) -> Any:
         return state.detach().to("cpu", copy=True) if keep else state.detach().to("meta")
     if isinstance(state, Mapping):
         items = {key: gather(value, keep=keep) for key, value in state.items()}
-        return items if type(state) is dict else _like_mapping(state, items)
+        return items if type(state) is dict else like_mapping(state, items)
     if isinstance(state, list | tuple) and type(state) in (list, tuple):
         return type(state)(gather(value, keep=keep) for value in state)
     return state
@@ -74,7 +74,7 @@ def place_module_state(state: Mapping[str, Any], module: nn.Module) -> dict[str,
 
 def with_plain_names(state: Mapping[str, Any]) -> Any:
     """A module's state dict under the names its entries have when nothing is wrapped."""
-    return _like_mapping(state, {plain_name(key): value for key, value in state.items()})
+    return like_mapping(state, {plain_name(key): value for key, value in state.items()})
 
 
 def place_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -109,7 +109,8 @@ def _place_entry(key: str, value: Any, parameter: Tensor) -> Any:
     return value
 
 
-def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Entries in a mapping of the original's type."""
     # state_dict() returns an OrderedDict with a `_metadata` attribute that load_state_dict reads.
     copy = type(original)(items)  # type: ignore[call-arg]
     if hasattr(original, "_metadata"):

@@ -13,6 +13,7 @@ a name, passed over those sockets: nothing to clean up after a crash, and no siz
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -22,7 +23,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import torch
@@ -35,6 +36,7 @@ _READY, _DONE, _BLOCK = range(3)
 # kind, tag, sequence number within the tag, block number, bytes
 _MESSAGE = struct.Struct("<BxxxIQQQ")
 _HANDSHAKE_S = 20.0
+_RETRY_S = 0.001
 # A block serves exchanges down to this part of its size.
 _ROOMY = 4
 
@@ -55,11 +57,12 @@ class Block(Buffer):
     """A piece of this rank's memory.
 
     Attributes:
-        readers: How many peers have not said yet that they are done with it.
+        audience: The peers that may read it.
+        readers: How many of them have not said yet that they are done with it.
     """
 
-    def __init__(self, number: int, nbytes: int) -> None:
-        self.number = number
+    def __init__(self, number: int, nbytes: int, audience: tuple[Peer, ...]) -> None:
+        self.number, self.audience = number, audience
         self.fd = os.memfd_create("lightning-5d", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self.fd, 0, nbytes)  # a full machine is an error here, not a SIGBUS later
@@ -68,18 +71,11 @@ class Block(Buffer):
             os.close(self.fd)
             raise
         self.readers = 0
-        self.known: set[int] = set()
 
     @property
     def free(self) -> bool:
         """Whether it may be written again."""
         return not self.lent and not self.readers
-
-    def close_file(self) -> None:
-        """Gives the file's descriptor back; the memory stays."""
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
 
 
 class _Borrowed(Buffer):
@@ -93,7 +89,7 @@ class _Borrowed(Buffer):
     def _take_back(self) -> None:
         super()._take_back()
         # Only noted, for it may come in the middle of anything: the garbage collector decides.
-        self._peer.unsent.append(_MESSAGE.pack(_DONE, 0, 0, self._number, 0))
+        self._peer.unsent.append((_MESSAGE.pack(_DONE, 0, 0, self._number, 0), None))
 
 
 class Peer:
@@ -109,8 +105,20 @@ class Peer:
         self.rank, self.connection = rank, connection
         self.blocks: dict[int, Buffer] = {}
         self.ready: dict[tuple[int, int], tuple[int, int]] = {}
-        self.unsent: deque[bytes] = deque()
+        self.unsent: deque[tuple[bytes, int | None]] = deque()
         self.gone = False
+
+    @property
+    def owed(self) -> bool:
+        """Whether something has not been said yet that the other one may wait for."""
+        return any(message[0] != _DONE for message, _ in self.unsent)
+
+    def forget(self) -> None:
+        """Drops what has not been said."""
+        while self.unsent:
+            _, fd = self.unsent.popleft()
+            if fd is not None:
+                os.close(fd)
 
 
 class HostMemory:
@@ -163,49 +171,70 @@ class HostMemory:
             return None
         return cls(group.rank(), connections, timeout_s, group_name)
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory (uninitialised, 1-D) to publish; it is reused once this rank and its readers are done with it."""
+    def allocate(self, numel: int, dtype: torch.dtype, audience: tuple[Peer, ...]) -> torch.Tensor:
+        """Memory (uninitialised, 1-D) to publish; it is reused once this rank and all of its audience are done with it."""
         size = in_pages(numel * dtype.itemsize)
-        block = self._find_free(size)
+        block = self._find_free(size, audience)
         if block is None:
             self.receive(0.0)  # a DONE may be waiting
-            block = self._find_free(size)
+            block = self._find_free(size, audience)
         if block is None:
-            block = self._new_block(size)
+            block = self._new_block(size, audience)
         whole = block.lend()
         self._by_address[whole.data_ptr()] = block
         buffer: torch.Tensor = whole[: numel * dtype.itemsize].view(dtype)
         return buffer
 
-    def _find_free(self, size: int) -> Block | None:
+    def _find_free(self, size: int, audience: tuple[Peer, ...]) -> Block | None:
         # The smallest that is large enough, so that exchanges of different sizes use the same memory in turn.
-        fitting = (block for block in self.blocks if size <= block.nbytes <= _ROOMY * size and block.free)
+        fitting = (
+            block
+            for block in self.blocks
+            if size <= block.nbytes <= _ROOMY * size and block.free and block.audience == audience
+        )
         return min(fitting, key=lambda block: block.nbytes, default=None)
 
-    def publish(self, buffer: torch.Tensor, tag: int, number: int, to: Sequence[Peer]) -> torch.Tensor:
-        """Tells peers that ``buffer`` is there to be read, as message ``number`` of ``tag``; returns what they will read.
+    def publish(
+        self, buffer: torch.Tensor, tag: int, number: int, audience: tuple[Peer, ...], *, at_once: bool = True
+    ) -> torch.Tensor:
+        """Tells peers that ``buffer`` is there to be read, as message ``number`` of ``tag``.
 
-        That is ``buffer`` itself if `allocate` has made it and nobody reads it yet, else a copy.
+        Args:
+            buffer: The memory.
+            tag: Messages of other tags have numbers of their own.
+            number: The message's.
+            audience: The readers.
+            at_once: Returns when they have been told, for which their inboxes need room. Else that may come with any later
+                call, and with `settle` for certain.
+
+        Returns:
+            What they will read: ``buffer`` itself if `allocate` has made it for them and nobody reads it yet, else a copy.
         """
         block = self._by_address.get(buffer.data_ptr())
-        if block is None or block.readers:
-            copy = self.allocate(buffer.numel(), buffer.dtype)
+        if block is None or block.readers or block.audience != audience:
+            copy = self.allocate(buffer.numel(), buffer.dtype, audience)
             copy.copy_(buffer)
-            return self.publish(copy, tag, number, to)
-        block.readers = len(to)
+            return self.publish(copy, tag, number, audience, at_once=at_once)
+        block.readers = len(audience)
         message = _MESSAGE.pack(_READY, tag, number, block.number, buffer.numel() * buffer.itemsize)
-        for peer in to:
-            if peer.rank not in block.known:
-                self.send(peer, _MESSAGE.pack(_BLOCK, 0, 0, block.number, block.nbytes), block.fd)
-                block.known.add(peer.rank)
-                if len(block.known) == len(self.peers):
-                    block.close_file()
-            self.send(peer, message)
+        for peer in audience:
+            peer.unsent.append((message, None))
+            self._flush(peer)
+        if at_once:
+            self.settle(audience)
         return buffer
+
+    def borrow(self, peer: Peer, tag: int, number: int) -> torch.Tensor:
+        """Waits for message ``number`` of ``tag``, of which this rank is the only reader; returns its bytes where they are.
+
+        They belong to the caller. The peer is told that they have been read when no tensor refers to them any more.
+        """
+        block, nbytes = self.await_ready(peer, tag, number)
+        return peer.blocks[block].lend()[:nbytes]
 
     def done(self, peer: Peer, number: int) -> None:
         """Tells a peer that its block has been read."""
-        peer.unsent.append(_MESSAGE.pack(_DONE, 0, 0, number, 0))
+        peer.unsent.append((_MESSAGE.pack(_DONE, 0, 0, number, 0), None))
         self._flush(peer)
 
     def memory(self) -> list[torch.Tensor]:
@@ -222,14 +251,14 @@ class HostMemory:
         for peer in self.peers.values():
             peer.gone = True
             peer.connection.close()
-        for block in self.blocks:
-            block.close_file()
+            peer.blocks.clear()
+            peer.forget()
         self.blocks.clear()
         self._by_address.clear()
 
-    def _new_block(self, size: int) -> Block:
+    def _new_block(self, size: int, audience: tuple[Peer, ...]) -> Block:
         try:
-            block = Block(len(self.blocks), size)
+            block = Block(len(self.blocks), size, audience)
         except OSError as error:
             held = sum(block.nbytes for block in self.blocks)
             raise MemoryError(
@@ -237,42 +266,46 @@ class HostMemory:
                 "Smaller blocks or a higher ZeRO stage need less."
             ) from error
         self.blocks.append(block)
+        for peer in audience:
+            peer.unsent.append((_MESSAGE.pack(_BLOCK, 0, 0, block.number, size), os.dup(block.fd)))
+        os.close(block.fd)
         return block
 
     # Signals
 
-    def send(self, peer: Peer, message: bytes, fd: int | None = None) -> None:
-        """Sends one message. A peer that is gone is noticed by who waits for it."""
-        give_up = time.monotonic() + self._timeout_s
-        while not peer.gone:
-            try:
-                if fd is None:
-                    peer.connection.send(message)
-                else:
-                    socket.send_fds(peer.connection, [message], [fd])
-                return
-            except BlockingIOError:
-                # Its inbox is full. It may be in here itself, waiting for room in ours: make room.
-                self.receive(0.001)
-                if time.monotonic() > give_up:
-                    raise self._timeout(peer) from None
-            except (BrokenPipeError, ConnectionResetError):
-                self._take_in(peer)  # what it said before it went; ends with the end of the connection
-
-    def _flush(self, peer: Peer) -> None:
-        """Says what can wait, if the peer's inbox has room, and else with a later message.
+    def settle(self, peers: Iterable[Peer]) -> None:
+        """Waits until all that was published for peers has been said. One that is gone is noticed by who waits for it.
 
         That a block is done can wait: its owner takes another one meanwhile. So a rank that is elsewhere, in a barrier
         say, never holds up those that have merely finished reading.
         """
+        give_up = time.monotonic() + self._timeout_s
+        for peer in peers:
+            while peer.owed and not peer.gone:
+                # Its inbox is full. It may be in here itself, waiting for room in ours: make room.
+                self.receive(0.001)
+                if time.monotonic() > give_up:
+                    raise self._timeout(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        """Says what there is to say, as far as the peer's inbox has room."""
         try:
             while peer.unsent and not peer.gone:
-                peer.connection.send(peer.unsent[0])
+                message, fd = peer.unsent[0]
+                if fd is None:
+                    peer.connection.send(message)
+                else:
+                    socket.send_fds(peer.connection, [message], [fd])
+                    os.close(fd)
                 peer.unsent.popleft()
         except BlockingIOError:
             return
         except (BrokenPipeError, ConnectionResetError):
-            self._take_in(peer)
+            self._take_in(peer)  # what it said before it went; ends with the end of the connection
+        except OSError as error:
+            # The kernel limits how many files of a user may be on their way; those get there like others in a full inbox.
+            if error.errno != errno.ETOOMANYREFS:
+                raise
 
     def await_ready(self, peer: Peer, tag: int, number: int) -> tuple[int, int]:
         """Blocks until ``peer`` has published exchange ``number`` of ``tag``; returns its block and the bytes in it."""
@@ -292,8 +325,12 @@ class HostMemory:
     def receive(self, timeout_s: float) -> None:
         """Takes in what has been said, waiting up to ``timeout_s`` for something."""
         for peer in self.peers.values():
-            if peer.unsent:
+            if peer.unsent and not peer.gone:
                 self._flush(peer)
+                if peer.gone:
+                    timeout_s = 0.0  # what it had said before has been taken in, and may be what is waited for
+                elif peer.owed:
+                    timeout_s = min(timeout_s, _RETRY_S)
         for fd, _ in self._poll.poll(timeout_s * 1000):
             self._take_in(self._by_fd[fd])
 

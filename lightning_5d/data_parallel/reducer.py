@@ -158,7 +158,7 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Completes the window: every used parameter's ``grad`` is the mean over the ranks when this returns."""
-        if not self.synchronize:
+        if not self.synchronize or not self.params:  # a stage of a pipeline may have nothing to train
             return
         if not self._hooked:
             self.used = {number for number, param in enumerate(self.params) if param.grad is not None}

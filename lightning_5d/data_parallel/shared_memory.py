@@ -79,6 +79,7 @@ class SharedMemory(Transport):
     def __init__(self, group: dist.ProcessGroup, host: HostMemory) -> None:
         super().__init__(group)
         self.host = host
+        self._peers = tuple(host.peers.values())
         self._sequence: dict[int, int] = {}
 
     @classmethod
@@ -89,7 +90,7 @@ class SharedMemory(Transport):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See :meth:`Transport.allocate`. The memory is reused once this rank and its peers are done with it."""
-        return self.host.allocate(numel, dtype)
+        return self.host.allocate(numel, dtype, self._peers)
 
     def share(self, buffer: torch.Tensor, tag: int) -> Arrival:
         """See :meth:`Transport.share`."""
@@ -128,4 +129,4 @@ class SharedMemory(Transport):
         """Tells every peer that ``buffer`` is there; returns what was sent, and its number within the tag."""
         number = self._sequence.get(tag, 0)
         self._sequence[tag] = number + 1
-        return self.host.publish(buffer, tag, number, list(self.host.peers.values())), number
+        return self.host.publish(buffer, tag, number, self._peers), number

@@ -36,6 +36,7 @@ _WAITING = (
     _DISTRIBUTED + os.sep,
     os.path.join(_OWN, "data_parallel", ""),
     os.path.join(_OWN, "logs", ""),
+    os.path.join(_OWN, "pipeline_parallel", "channels", ""),
     os.path.join(_OWN, "communication.py"),
 )
 _NOT_WAITING = (os.path.join(_DISTRIBUTED, "checkpoint", ""),)  # it waits for disks

@@ -93,7 +93,9 @@ def _merged(same: Sequence[tuple[int, Call]], rows: Sequence[int], losses: Seque
     weights = [float(rows[part]) for part in parts]
     counted = bool(sizes) and not _of_whole_batch(sizes, [rows[part] for part in parts], sum(rows))
     options = last.options
-    if losses and all(_equal(value, losses[part][0]) for value, part in zip(values, parts, strict=True)):
+    if losses and all(
+        not losses[part][1] or _equal(value, losses[part][0]) for value, part in zip(values, parts, strict=True)
+    ):
         weights = [losses[part][1] for part in parts]
     elif counted:
         weights = [float(size) for size in sizes]

@@ -12,6 +12,18 @@ from typing_extensions import override
 from lightning_5d.logs.records import Contribution, Declaration, is_exchanged, own_value
 
 
+class _Entry(_ResultMetric):
+    """Lightning's entry, which it moves to the device of each value, at a quarter of a millisecond, also if it is there."""
+
+    @override
+    def to(self, *args: Any, **kwargs: Any) -> _ResultMetric:  # type: ignore[override]
+        if self.is_tensor and not kwargs and len(args) == 1 and isinstance(args[0], torch.device):
+            states = (self.value, getattr(self, "cumulated_batch_size", self.value))
+            if all(state.device == args[0] for state in states):
+                return self
+        return super().to(*args, **kwargs)
+
+
 class LoggedValues(_ResultCollection):
     """Lightning's collection, except that `sync_dist=True` does not communicate when it is called.
 
@@ -60,6 +72,12 @@ class LoggedValues(_ResultCollection):
         metric = self[key]
         if metric.is_tensor and metric.meta.on_step and is_exchanged(metric):
             self.fresh.add(key)
+
+    @override
+    def __setitem__(self, key: str, metric: _ResultMetric) -> None:
+        if type(metric) is _ResultMetric:
+            metric.__class__ = _Entry
+        super().__setitem__(key, metric)
 
     @staticmethod
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_5d.pipeline_parallel.containers import children, described, has_rows, of_type, rebuilt
+
+# A first batch of rows that are alone in their microbatches would else become the number of microbatches.
+_INDEX = re.compile(r"(?i)(idx|index)'\]$")
 
 
 def merged(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float], where: str) -> Any:
@@ -114,7 +118,7 @@ def _merged_numbers(values: Sequence[Any], rows: Sequence[int], weights: Sequenc
         return sum(value * weight for value, weight in counting) / total if counting else float(first)
     if isinstance(first, bool):
         return _kept(values, where)
-    if list(values) == list(rows):
+    if list(values) == list(rows) and not _INDEX.search(where):
         return sum(values)
     return first if all(value == first for value in values) else sum(values)
 

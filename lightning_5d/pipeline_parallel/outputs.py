@@ -22,7 +22,7 @@ def merge_outputs(outputs: Sequence[Any], rows: Sequence[int], *, training: bool
       as are those that differ in dimension 0 alone. Tensors of one shape that do not follow the rows are averaged, weighted by rows, or kept
       if they are equal.
     - 0-dim floating tensors and floats are averaged, weighted by rows; 0-dim whole-number tensors are counts and added up. Whole numbers that are
-      the number of rows, or differ, are added up, too; equal ones (an index) are kept.
+      the number of rows, or differ, are added up, too; equal ones, and what is called an index or idx, are kept.
     - Lists and tuples with an item per row are concatenated, as are those of differing length; others are merged item by item.
     - Mappings, named tuples and dataclasses are merged key by key, and strings and other objects kept where they are equal.
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
+from lightning_5d.checkpoint.stages import Stages
 from lightning_5d.mesh import ParallelMesh
-from lightning_5d.parallelism import Parallelized
+from lightning_5d.parallelism import Parallelized, Problem
 from lightning_5d.pipeline_parallel.channels import Channels
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
 from lightning_5d.pipeline_parallel.executor import Executor, StaleForwardsError, Work
 from lightning_5d.pipeline_parallel.microbatches import Splitter, split_batch
-from lightning_5d.pipeline_parallel.post_validation import OptimisticSteps
-from lightning_5d.pipeline_parallel.program import Program, program_of
+from lightning_5d.pipeline_parallel.post_validation import OptimisticSteps, lines_of_verdicts, several_backwards
+from lightning_5d.pipeline_parallel.program import Program, neighbours, program_of
 from lightning_5d.pipeline_parallel.schedule import Schedule
 from lightning_5d.pipeline_parallel.set_aside import SetAside
+from lightning_5d.pipeline_parallel.shared_weights import SharedWeights
 from lightning_5d.pipeline_parallel.sharing import SharedSteps
 from lightning_5d.pipeline_parallel.snapshot import Snapshot
 from lightning_5d.pipeline_parallel.stage import Cut
@@ -41,6 +44,7 @@ class Pipelined(Scheduling):
         cut: This rank's stages of it.
         schedule: The schedule of a training step.
         mesh: The ranks by axis.
+        stages: The names of the whole module.
         split: The user's own way to cut a batch into microbatches; a module's ``split_batch`` method if ``None`` and if it has one.
         dynamic: Whether shapes between stages may differ for inputs of equal shapes.
         post_validation: Whether optimizer steps are made before gradients of all stages have been looked at.
@@ -50,6 +54,7 @@ class Pipelined(Scheduling):
         mesh: The ranks by axis.
         rank: This rank's place in the pipeline.
         cut: This rank's stages.
+        shared_weights: Those of this rank that others hold as well.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Pipelined(Scheduling):
         cut: Cut,
         schedule: Schedule,
         mesh: ParallelMesh,
+        stages: Stages,
         split: Splitter | None = None,
         dynamic: bool = False,
         post_validation: bool = False,
@@ -66,12 +72,16 @@ class Pipelined(Scheduling):
         self.rank = mesh.rank("pp")
         self._module, self._device, self._dynamic = module, mesh.device, dynamic
         self._split: Splitter | None = split or getattr(module, "split_batch", None)
-        self._channels = Channels.open(mesh, self._device, mesh.timeout)
-        self._deferred: DeferredWeights | None = None
+        pairs = {*neighbours(schedule), *(lines_of_verdicts(schedule.ranks) if post_validation else ())}
+        self._channels = Channels.open(mesh, self._device, mesh.timeout, pairs)
+        own = [each for part in cut.parts for each in part.modules]
+        # Before activation checkpointing, which keeps the forward that it finds.
+        self._deferred = DeferredWeights(own) if schedule.splits_backward else None
         self._others: list[Parallelized] = []
         self._executor: Executor | None = None
-        own = [each for part in cut.parts for each in part.modules]
         self._shared = SharedSteps(module, mesh, self._device, mesh.timeout, own, not post_validation)
+        self._stages = stages
+        self.shared_weights = SharedWeights(module, stages.first_names, cut.owners, schedule.placement, mesh)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._run: StepRun | None = None
         self._aside: SetAside | None = None
@@ -82,8 +92,6 @@ class Pipelined(Scheduling):
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
         self._others = [axis for axis in axes if axis is not self]
         self.cut.arm()
-        if self.schedule.splits_backward:
-            self._deferred = DeferredWeights([part_module for part in self.cut.parts for part_module in part.modules])
         self._executor = Executor(
             self.cut, self._channels, self._others, self._deferred, self._device, dynamic=self._dynamic
         )
@@ -188,8 +196,36 @@ class Pipelined(Scheduling):
         return self._weights
 
     @override
+    def finalize_gradients(self) -> None:
+        self.shared_weights.sum_gradients()
+
+    @override
     def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
-        return ("pp",)
+        return self.shared_weights.gradient_axes(parameter)
+
+    @override
+    def stages(self) -> Stages | None:
+        return self._stages
+
+    @override
+    def optimizer_context(self) -> AbstractContextManager[None]:
+        return self.cut.optimizer_context()
+
+    @override
+    def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
+        # By now weights have their first values, which may have been drawn on each rank for itself.
+        self.shared_weights.synchronize()
+        problems = self.shared_weights.settle_groups(optimizers)
+        if self._post_validation:
+            problems += several_backwards(optimizers)
+        return problems
+
+    @override
+    def memory(self) -> Iterable[tuple[str, Tensor]]:
+        for tensor in self._channels.memory():
+            yield "communication buffers", tensor
+        for tensor in self._channels.mapped():
+            yield "memory of other ranks", tensor
 
     @override
     def close(self) -> None:

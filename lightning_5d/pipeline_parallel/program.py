@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lightning_5d.pipeline_parallel.schedule import GRADIENTS, Action, Kind, Schedule, flatten, keep_microbatches
 
@@ -147,6 +148,12 @@ def settling_points(schedule: Schedule, rows: Sequence[Sequence[Action]]) -> lis
                     points[rank], changed = index, True
                     break
     return points
+
+
+def neighbours(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """Pairs of ranks that send each other messages."""
+    found = {(min(pair), max(pair)) for placed in schedule.placement for pair in pairwise(placed) if pair[0] != pair[1]}
+    return tuple(sorted(found))
 
 
 def _step(schedule: Schedule, rank: int, action: Action, last: dict[int, Action]) -> Step:

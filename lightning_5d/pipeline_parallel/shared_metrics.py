@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -18,6 +18,8 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 # Written against torchmetrics 1.9, whose names with an underscore are not public.
 
 State = dict[str, Any]
+
+_ADDITIVE = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero_cat)
 
 
 @dataclass
@@ -203,6 +205,7 @@ class SharedMetrics:
     def _watched(self, metric: Metric) -> Any:
         update = metric.update
         averages = type(metric).update is MeanMetric.update
+        additive = _is_additive(metric)
 
         @wraps(update)
         def watched(*args: Any, **kwargs: Any) -> None:
@@ -216,11 +219,13 @@ class SharedMetrics:
                 kwargs["weight"] = call.share
             update(*args, **kwargs)
             if call.index is not None and not metric._should_unsync:  # inside `forward`: the microbatch's own state
-                state = {
-                    name: list(value) if isinstance(value, list) else value
-                    for name, value in metric.metric_state.items()
-                }
-                self._batches.setdefault(id(metric), {})[call.index] = state
+                parts = self._batches.setdefault(id(metric), {})
+                if additive or not parts:
+                    parts[call.index] = _state_of(metric)
+                    return
+                (earlier,) = parts.values()
+                parts.clear()
+                parts[call.index] = _continued(metric, earlier, lambda: update(*args, **kwargs))
 
         return watched
 
@@ -242,7 +247,34 @@ class SharedMetrics:
                 batch = metric._forward_cache
                 if len(parts) > 1:
                     batch = _value_of(metric, *_of_batch(metric, [parts], rows))
+                elif not _is_additive(metric):
+                    batch = _value_of(metric, next(iter(parts.values())), 1)
         return MetricUpdate(states, kept, metric._update_count, batch)
+
+
+def _state_of(metric: Metric) -> State:
+    return {name: list(value) if isinstance(value, list) else value for name, value in metric.metric_state.items()}
+
+
+def _is_additive(metric: Metric) -> bool:
+    """Whether torchmetrics can add its state up without knowing what the metric is."""
+    return all(
+        isinstance(default, list) or reduce in _ADDITIVE
+        for default, reduce in ((metric._defaults[name], metric._reductions[name]) for name in metric._defaults)
+    )
+
+
+def _continued(metric: Metric, earlier: State, update: Callable[[], None]) -> State:
+    """The state `earlier` after one more update, made beside the metric's own."""
+    own, count = _state_of(metric), metric._update_count
+    _set(metric, earlier, count)
+    try:
+        update()
+        return _state_of(metric)
+    finally:
+        for name, value in own.items():
+            setattr(metric, name, value)
+        metric._update_count = count
 
 
 def _set(metric: Metric, state: State, count: int) -> None:

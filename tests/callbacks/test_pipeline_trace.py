@@ -9,11 +9,12 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_5d import FiveD, ZeRO
+from lightning_5d import FiveD, PipelineParallel, ZeRO
 from lightning_5d.callbacks import PipelineTrace
 from lightning_5d.callbacks.pipeline_trace import pipeline_of
 from lightning_5d.pipeline_parallel import make_schedule, simulate
-from lightning_5d.pipeline_parallel.trace import StepTrace
+from lightning_5d.pipeline_parallel.schedule import flatten
+from lightning_5d.pipeline_parallel.trace import Event, StepTrace
 from tests.modules import TinyLM, loader
 from tests.pipeline_parallel.sleeping import Sleeping
 from tests.trainers import quiet
@@ -174,3 +175,34 @@ def test_every_data_rank_can_write_its_own_pipeline_and_all_log_the_mean(ranks, 
     assert [trace.data_rank for trace in traces] == [0, 1]
     mean = sum(trace.actual.bubble_ratio for trace in traces) / 2
     assert [bubble for bubble, _ in found] == [pytest.approx(mean, rel=1e-5)] * 4
+
+
+def _trains(rank: int, folder: str, schedule: str, options: dict[str, int]) -> float:
+    callback = PipelineTrace(steps=2, folder=folder, png=False, html=False)
+    pipeline = PipelineParallel(2, schedule=schedule, microbatches=4, **options)
+    trainer = fit(callback, pipeline, devices=2, module=TinyLM(layers=4))
+    return float(trainer.callback_metrics["pipeline/bubble"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("afab", {}), ("1f1b", {}), ("zb_h1", {}), ("interleaved_1f1b", {"chunks": 2}), ("zb_v", {}), ("dualpipe", {})],
+)
+def test_the_executor_does_what_the_schedule_says_and_keeps_what_the_simulator_counts(
+    ranks, tmp_path, schedule, options
+):
+    bubbles = ranks(2, _trains, str(tmp_path), schedule, options, **SEPARATE)
+    trace = StepTrace.load(tmp_path / "step000002.json")
+    planned = make_schedule(schedule, 2, 4, **options)
+    assert trace.schedule == planned
+    for rank, row in enumerate(planned.rows):
+        computed = [(event.kind, event.stage, event.microbatch) for event in trace.ranks[rank] if event.computes]
+        assert computed == [(action.kind, action.stage, action.microbatch) for action in flatten(row)]
+        assert trace.ranks[rank][-1].live == 0
+    assert trace.actual.peak_activations == simulate(planned).peak_activations
+    messages = list(trace.messages())
+    kinds = [event.kind for events in trace.ranks for event in events]
+    assert len(messages) == kinds.count("send") == kinds.count("receive") > 0
+    assert all(send.start <= receive.end for _, send, _, receive in messages)
+    assert {event.nbytes for _, *ends in messages for event in ends if isinstance(event, Event)} == {6 * 8 * 4}
+    assert bubbles == [pytest.approx(trace.actual.bubble_ratio, rel=1e-5)] * 2

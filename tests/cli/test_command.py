@@ -32,8 +32,8 @@ def test_an_unknown_command_is_refused_with_those_there_are(fived):
 def test_train_help_lists_groups_and_choices(fived):
     status, output = fived("train", "--help")
     assert status == 0
-    assert "strategy: ddp, hybrid, single, zero0, zero1, zero2, zero3" in output
-    assert "recipe: python_docs_zero1" in output
+    assert "strategy: ddp, hybrid, pipeline, single, zero0, zero1, zero2, zero3" in output
+    assert "recipe: pipeline_demo, python_docs_zero1" in output
     assert "data=text data.path=FILE_OR_FOLDER" in output
 
 
@@ -218,6 +218,15 @@ def test_the_precision_plugin_itself_is_handed_over(composed, overrides, precisi
     assert isinstance(plugin, FiveDPrecision)
     assert plugin.precision == precision
     assert (plugin.scaler and plugin.scaler.scale) == scale
+
+
+def test_a_pipeline_is_configured_beside_the_strategy(composed):
+    from lightning_5d import PipelineParallel, ZeRO
+    from lightning_5d.cli.build import build
+
+    config = OmegaConf.create(composed("recipe=pipeline_demo", "pipeline.schedule=zb_v", "pipeline.split=[1,2,2,1]"))
+    plugins = build(config.trainer.strategy).plugins
+    assert plugins == (PipelineParallel(4, schedule="zb_v", microbatches=8, split=[1, 2, 2, 1]), ZeRO(stage=1))
 
 
 def test_strategies_of_lightnings_own_get_its_precision_plugin(composed):

@@ -184,7 +184,7 @@ class Metered(L.LightningModule):
         return self._shared_step(batch, batch_idx, "val", dataloader_idx)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.net(batch)[:, -1]
+        return {"scores": self.net(batch)[:, -1], "names": [f"row {i}" for i in batch[:, 0].tolist()]}
 
     def _read(self, kind: str) -> None:
         found = {name: value.tolist() for name, value in self.trainer.callback_metrics.items()}
@@ -210,6 +210,34 @@ class Metered(L.LightningModule):
         self._read("train")
         for name in ("mean", "sum", "max", "min", "matrix", "early", "group"):
             getattr(self, f"train_{name}").reset()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Weighted(L.LightningModule):
+    """Its loss is a mean over tokens that are not 0, of which some rows have none."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        self.net, self.wrong = nn.Linear(1, 1), wrong
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.net(batch[..., None].float())[..., 0][batch != 0].mean()
+        if self.wrong == "group":
+            self.log("loss", loss, sync_dist=True, sync_dist_group=torch.distributed.group.WORLD)
+        elif self.wrong == "raises":
+            raise RuntimeError("on the last stage")
+        else:
+            self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        extra = {"group": lambda: None} if self.wrong == "pickle" else {}
+        if self.wrong == "odd":
+            extra = {"shape": torch.zeros(2, int(batch[0, 0]) + 1)}
+        return {"loss": loss, "weight": int((batch != 0).sum()), **extra}
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append([float(outputs["loss"]), outputs["weight"], self.trainer.callback_metrics["loss"].item()])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.0)

@@ -32,11 +32,15 @@ class Record(L.Callback):
             grads = [p.grad for p in module.parameters() if p.grad is not None]
             self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
         self.gradients.append(
-            {name: _whole(p.grad) for name, p in module.named_parameters() if p.grad is not None and p.numel()}
+            {
+                name: _whole(p.grad)
+                for name, p in module.named_parameters(remove_duplicate=False)
+                if p.grad is not None and p.numel()
+            }
         )
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.parameters = {name: _whole(p) for name, p in module.named_parameters() if p.numel()}
+        self.parameters = {name: _whole(p) for name, p in module.named_parameters(remove_duplicate=False) if p.numel()}
 
     def __call__(self) -> dict[str, Any]:
         return {"losses": self.losses, "norms": self.norms, "gradients": self.gradients, "parameters": self.parameters}
@@ -72,8 +76,11 @@ def fit_alone(module: Any, data: Any, **arguments: Any) -> dict[str, Any]:
     return {**record(), "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()}}
 
 
-def worst(found: list[dict[str, Any]], expected: dict[str, Any]) -> dict[str, float]:
-    """Largest differences relative to the expected tensor's largest magnitude; ranks together must have everything."""
+def worst(found: list[dict[str, Any]], expected: dict[str, Any], floor: float = 1e-12) -> dict[str, float]:
+    """Largest differences relative to the expected tensor's largest magnitude; ranks together must have everything.
+
+    A tensor whose magnitudes are below `floor` is compared with that: some gradients are zero but for rounding.
+    """
     mean = torch.tensor([each["losses"] for each in found]).mean(0)  # of the data ranks, each of which has its own
     differences = {"losses": _each_apart(mean, expected["losses"]), "norms": 0.0, "gradients": 0.0, "parameters": 0.0}
     for each in found:
@@ -81,10 +88,12 @@ def worst(found: list[dict[str, Any]], expected: dict[str, Any]) -> dict[str, fl
         for step, gradients in enumerate(each["gradients"]):
             for name, gradient in gradients.items():
                 differences["gradients"] = max(
-                    differences["gradients"], _apart(gradient, expected["gradients"][step][name])
+                    differences["gradients"], _apart(gradient, expected["gradients"][step][name], floor)
                 )
         for name, value in each["parameters"].items():
-            differences["parameters"] = max(differences["parameters"], _apart(value, expected["parameters"][name]))
+            differences["parameters"] = max(
+                differences["parameters"], _apart(value, expected["parameters"][name], floor)
+            )
     names = set().union(*(each["parameters"] for each in found))
     if names != set(expected["parameters"]):
         raise AssertionError(
@@ -97,10 +106,10 @@ def worst(found: list[dict[str, Any]], expected: dict[str, Any]) -> dict[str, fl
     return differences
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
+def _apart(a: Tensor, b: Tensor, floor: float) -> float:
     if a.shape != b.shape:
         return float("inf")
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
+    return float((a - b).abs().max() / b.abs().max().clamp(min=floor))
 
 
 def _each_apart(a: Any, b: Any) -> float:

@@ -1,5 +1,6 @@
 """What only the last stage sees, every stage sees, with the values of one process."""
 
+import time
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.modules import Tokens
-from tests.pipeline_parallel.last_stages import Metered, staged
+from tests.pipeline_parallel.last_stages import Metered, Weighted, staged
+from tests.ranks.failure import RankError
 from tests.ranks.pool import RankPool
 from tests.trainers import plain, quiet
 
@@ -34,12 +36,12 @@ def _fit(rank: int, ranks: int, sources: tuple[int, ...], one_source: bool) -> A
     return module.seen, module.outputs, plain(trainer.progress_bar_metrics)
 
 
-def _close(found: Any, expected: Any) -> None:
+def close(found: Any, expected: Any) -> None:
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         for key in expected:
             try:
-                _close(found[key], expected[key])
+                close(found[key], expected[key])
             except AssertionError as error:
                 raise AssertionError(f"{key}: {error}") from None
     elif isinstance(expected, str):
@@ -48,7 +50,7 @@ def _close(found: Any, expected: Any) -> None:
         assert len(found) == len(expected)
         for index, (one, other) in enumerate(zip(found, expected, strict=True)):
             try:
-                _close(one, other)
+                close(one, other)
             except AssertionError as error:
                 raise AssertionError(f"{index}: {error}") from None
     else:
@@ -60,12 +62,62 @@ def test_logs_metrics_and_outputs_equal_one_process_on_every_stage(ranks: RankPo
     one_source = len(sources) == 1
     expected = ranks(1, _fit, 1, sources, one_source, **ONE)[0]
     for found in ranks(2, _fit, 2, sources, one_source, **TRAINER):
-        _close(found, expected)
+        close(found, expected)
 
 
 def test_replicas_count_once_beside_data_ranks(ranks: RankPool) -> None:
     expected = ranks(1, _fit, 1, (1,), True, **ONE)[0]
     found = ranks(4, _fit, 4, (1,), True, **TRAINER)
-    _close(found[2], found[0])
-    _close(found[3], found[1])
-    print(expected[0][1], found[0][0][1])
+    close(found[2], found[0])
+    close(found[3], found[1])
+    agreed = ("train_loss", "train_sumd", "train_maxd", "train_mind", "val_", " of ")
+    for found_on, seen in ((0, found[0][0]), (1, found[1][0])):
+        for index, (one, all_ranks) in enumerate(zip(expected[0], seen, strict=True)):
+            for key in one:
+                local = "local" in key or "sized" in key or "constant" in key or key.startswith("val_step")
+                if any(part in key for part in agreed) and not local:
+                    close({(found_on, index, key): all_ranks[key]}, {(found_on, index, key): one[key]})
+
+
+def _predict(rank: int, ranks: int) -> Any:
+    trainer = quiet() if ranks == 1 else staged(ranks, use_distributed_sampler=False)
+    found = trainer.predict(Metered(), _loader(7, 5, 2, 0, 1))
+    return [(part["scores"].tolist(), part["names"]) for part in found]
+
+
+def test_every_stage_has_the_predictions_of_one_process(ranks: RankPool) -> None:
+    expected = ranks(1, _predict, 1, **ONE)[0]
+    assert [len(names) for _, names in expected] == [5, 2]
+    for found in ranks(2, _predict, 2, **TRAINER):
+        close(found, expected)
+
+
+def _weighted(rank: int, ranks: int, wrong: str = "") -> Any:
+    torch.manual_seed(0)
+    module = Weighted(wrong)
+    trainer = quiet() if ranks == 1 else staged(ranks, use_distributed_sampler=False)
+    rows = torch.tensor([[1, 2, 3], [0, 0, 0], [0, 5, 0], [4, 5, 6], [7, 0, 0]])
+    trainer.fit(module, DataLoader(rows, 3))
+    return module.seen
+
+
+def test_a_logged_loss_and_the_returned_one_are_weighted_alike(ranks: RankPool) -> None:
+    expected = ranks(1, _weighted, 1, **ONE)[0]
+    assert [weight for _, weight, _ in expected] == [4, 4]
+    for found in ranks(2, _weighted, 2, **TRAINER):
+        close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("group", "'loss' is logged in training_step with a sync_dist_group"),
+        ("odd", r"output\['shape'\] cannot be made one: tensors of shapes"),
+        ("raises", "on the last stage"),
+    ],
+)
+def test_what_cannot_be_shared_ends_every_stage_at_once(ranks: RankPool, wrong: str, message: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match=message):
+        ranks(2, _weighted, 2, wrong, **TRAINER)
+    assert time.monotonic() - started < 10

@@ -58,6 +58,11 @@ def test_bubbles_are_those_of_the_papers():
     assert staggered.actual.bubble_ratio_with_barrier == pytest.approx(1 / 2)
 
 
+def test_activations_live_from_the_start_of_a_forward_to_the_end_of_its_backward():
+    assert by_hand().actual.live_activations(0) == [(0.0, 1), (1.0, 2), (9.0, 1), (12.0, 0)]
+    assert by_hand().actual.live_activations(1) == [(2.0, 1), (6.0, 0), (6.0, 1), (9.0, 0)]
+
+
 def test_idle_time_is_told_apart_by_what_the_rank_did():
     trace = by_hand()
     assert [(gap.start, gap.end, gap.doing) for gap in trace.idle(0)] == [

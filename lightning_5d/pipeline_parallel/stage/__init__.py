@@ -3,7 +3,9 @@
 from lightning_5d.pipeline_parallel.stage.costs import StageCosts, estimate_costs
 from lightning_5d.pipeline_parallel.stage.cut import Boundary, Cut, Finished
 from lightning_5d.pipeline_parallel.stage.layout import Anatomy, Place, StageLayout, dissect
+from lightning_5d.pipeline_parallel.stage.measure import measure_costs
 from lightning_5d.pipeline_parallel.stage.outline import Outline, TensorOutline
+from lightning_5d.pipeline_parallel.stage.placeholders import is_placeholder
 from lightning_5d.pipeline_parallel.stage.problems import layout_of, layout_problems, split_problems
 from lightning_5d.pipeline_parallel.stage.split import partition
 
@@ -19,8 +21,10 @@ __all__ = [
     "TensorOutline",
     "dissect",
     "estimate_costs",
+    "is_placeholder",
     "layout_of",
     "layout_problems",
+    "measure_costs",
     "partition",
     "split_problems",
 ]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_5d.parallelism import Part
 from lightning_5d.pipeline_parallel.stage.dependence import Dependence
+from lightning_5d.pipeline_parallel.stage.first_run import FirstRun
 from lightning_5d.pipeline_parallel.stage.layout import StageLayout
 from lightning_5d.pipeline_parallel.stage.outline import Outline
-from lightning_5d.pipeline_parallel.stage.placeholder import Placeholder
+from lightning_5d.pipeline_parallel.stage.placeholders import accepting_empty
 from lightning_5d.pipeline_parallel.stage.run import Run, StageBoundary
 from lightning_5d.pipeline_parallel.stage.stubs import stub
 
@@ -59,11 +58,14 @@ class Cut:
         layout: Which stage holds what.
         stages_here: The stages of this rank, in order.
         running: The run that is going on.
+        device: Where its weights are.
+        optimizing: Optimizers are being made: a weight that is not here is one without elements.
     """
 
     def __init__(self, module: nn.Module, layout: StageLayout, stages_here: Sequence[int]) -> None:
         self.layout, self.stages_here = layout, tuple(sorted(stages_here))
         self.running: Run | None = None
+        self.optimizing = False
         self._module = module
         self._outline: Outline | None = None
         self._handles: list[RemovableHandle] = []
@@ -71,7 +73,7 @@ class Cut:
         self._home: Scene = []
         self._blocks: dict[int, list[nn.Module]] = {}
         self._known: set[int] = set()
-        self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         places = {place.name: place for place in layout.anatomy.places}
         self._stubs = {
             name: stub(place, module.get_submodule(name), layout.stages_of(place), self)
@@ -79,8 +81,6 @@ class Cut:
         }
         self._held = tuple(n for n, found in self._stubs.items() if not set(self.stages_here).isdisjoint(found.stages))
         _put(self._scene({n: found for n, found in self._stubs.items() if n not in self._held}))
-        if layout.stages > 1 and not any(parameter.requires_grad for parameter in module.parameters()):
-            module.add_module(Placeholder.name, Placeholder(self._device))
 
     @property
     def owners(self) -> Mapping[str, tuple[int, ...]]:
@@ -138,6 +138,19 @@ class Cut:
         self._handles.clear()
         self._scenes, self._home, self._blocks, self._known = {}, [], {}, set()
 
+    @contextmanager
+    def optimizer_context(self) -> Iterator[None]:
+        """A context in which optimizers may be made of weights that this rank does not hold; see `is_placeholder`."""
+        if self.layout.stages == 1:
+            yield
+            return
+        self.optimizing = True
+        try:
+            with accepting_empty(self.device):
+                yield
+        finally:
+            self.optimizing = False
+
     def outline(self) -> Outline:
         """What modules before the blocks returned in the last run of the first stage, for the other stages.
 
@@ -186,11 +199,14 @@ class Cut:
         if not first and outline is None:
             raise ValueError(f"Stage {stage} needs the outline that the first stage gave for inputs of this signature.")
         watch = Dependence() if outline is not None and not first and stage not in outline.seen else None
-        run = self.running = Run(self.layout, stage, received, outline, self._device, watch)
+        run = self.running = Run(self.layout, stage, received, outline, self.device, watch)
+        look = None
+        if watch is not None or stage not in self._known:
+            look = FirstRun(run, self._module, dict(zip(range(low, high), self._blocks[stage], strict=True)))
         output = None
         try:
             _put(self._scenes.get(stage, ()))
-            with nullcontext() if watch is None and stage in self._known else self._watched(run):
+            with nullcontext() if look is None else look.looking():
                 output = step(*args, **(kwargs or {}))
         except StageBoundary:
             pass
@@ -202,8 +218,9 @@ class Cut:
         if not run.stopped and not (last and run.reached):
             run.refuse_end()
         self._known.add(stage)
+        if look is not None:
+            look.check(output)
         if watch is not None and outline is not None:
-            _check(output, f"What the step returns on stage {stage}", watch)
             outline.seen.add(stage)
             outline.written |= run.written()
         return Boundary(run.payload) if run.stopped else Finished(output)
@@ -224,30 +241,6 @@ class Cut:
         if run is not None and run.stage == 0:
             run.record(name, output)
 
-    @contextmanager
-    def _watched(self, run: Run) -> Iterator[None]:
-        """Writes down in which order own blocks run; looks at what is computed between them, and at what goes into them."""
-        watch, (low, high) = run.watch, self.layout.spans[run.stage]
-        order = run.order = []
-
-        def entering(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-            order.append(index)
-            if watch is not None:
-                _check_arguments(self.layout.blocks[index], module, args, kwargs, watch)
-                watch.pause()
-
-        def leaving(module: nn.Module, args: Any, output: Any) -> None:
-            if watch is not None:
-                watch.resume()
-
-        with ExitStack() as stack:
-            for index, block in zip(range(low, high), self._blocks[run.stage], strict=True):
-                hook = block.register_forward_pre_hook(partial(entering, index), with_kwargs=True)
-                stack.callback(hook.remove)
-                stack.callback(block.register_forward_hook(leaving).remove)
-            stack.enter_context(nullcontext() if watch is None else watch)
-            yield
-
     def _scene(self, modules: Mapping[str, nn.Module]) -> Scene:
         scene: dict[str, dict[str, nn.Module]] = {}
         for name, module in modules.items():
@@ -259,22 +252,3 @@ class Cut:
 def _put(scene: Iterable[tuple[dict[str, Any], dict[str, nn.Module]]]) -> None:
     for children, entries in scene:
         children.update(entries)
-
-
-def _check_arguments(name: str, module: nn.Module, args: Any, kwargs: Any, watch: Dependence) -> None:
-    names = list(inspect.signature(module.forward).parameters)
-    for index, value in enumerate(args):
-        _check(value, f"The argument {names[index] if index < len(names) else index!r} of {name}", watch)
-    for key, value in kwargs.items():
-        _check(value, f"The argument {key} of {name}", watch)
-
-
-def _check(value: Any, what: str, watch: Dependence) -> None:
-    source = watch.source(value)
-    if source is not None:
-        raise MisconfigurationException(
-            f"{what} is computed from {source}, which is on another stage. Blocks of a model that is cut into stages get the"
-            " hidden state from the block before, and all else from the batch. Let the blocks pass the value on with the hidden"
-            " state; or, for a module that is used both before and after the blocks, name it in ParallelPlan(before=[...],"
-            " after=[...])."
-        )

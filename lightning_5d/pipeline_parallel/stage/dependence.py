@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -26,6 +27,9 @@ _SHAPES = frozenset(
         "new_tensor",
     ]
 )
+_NUMBERS = frozenset(
+    ["item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__", "__complex__"]
+)
 _OF_THE_FIRST = frozenset(["expand_as", "view_as", "reshape_as", "type_as", "to"])
 
 
@@ -33,12 +37,16 @@ class Dependence(TorchFunctionMode):
     """Follows hollow tensors through what is computed under it.
 
     Stages leave it to the first run of each signature of inputs: it looks at every operation.
+
+    Attributes:
+        number: Where a tensor came from that was made a plain number, which nobody can follow.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._found: dict[int, tuple[Tensor, str]] = {}
         self._on = False
+        self.number: str | None = None
 
     def mark(self, value: Any, source: str) -> None:
         """Makes all tensors of a structure known as coming from a source."""
@@ -49,6 +57,11 @@ class Dependence(TorchFunctionMode):
     def source(self, value: Any) -> str | None:
         """Where something in a structure comes from, if it depends on a hollow tensor."""
         return next((self._found[id(leaf)][1] for leaf in tree_leaves(value) if id(leaf) in self._found), None)
+
+    def source_of_result(self, value: Any) -> str | None:
+        """The same, with numbers: NaN is taken for one that was a hollow tensor, if any was."""
+        lost = self.number is not None and any(isinstance(x, float) and math.isnan(x) for x in tree_leaves(value))
+        return self.number if lost else self.source(value)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[Any], args: Any = (), kwargs: Any = None
@@ -61,6 +74,8 @@ class Dependence(TorchFunctionMode):
             return out
         source = self.source(args[:1] if name in _OF_THE_FIRST else (args, kwargs))
         if source is not None:
+            if name in _NUMBERS:
+                self.number = source
             self.mark(out, source)
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 self.mark(args[0], source)

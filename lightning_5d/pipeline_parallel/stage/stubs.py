@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_5d.absent import Absent, stand_in
 from lightning_5d.pipeline_parallel.stage.layout import Place
+from lightning_5d.pipeline_parallel.stage.placeholders import placeholder
 from lightning_5d.pipeline_parallel.stage.run import Run
 
 
@@ -17,6 +19,10 @@ class Runs(Protocol):
 
     running: Run | None
     """The run that is going on."""
+    optimizing: bool
+    """Whether optimizers are being made."""
+    device: torch.device
+    """Where weights are."""
 
 
 class AbsentModule(Absent):
@@ -53,11 +59,15 @@ class AbsentModule(Absent):
     def lost(self, attribute: str, like: Tensor) -> Tensor:
         """A weight without values: a step may look at its dtype, device or shape.
 
+        While optimizers are made it is a parameter without elements, see `is_placeholder`.
+
         Raises:
-            AttributeError: Outside of a run.
+            AttributeError: Outside of both.
         """
         run = None if self.runs is None else self.runs.running
         if run is None:
+            if self.runs is not None and self.runs.optimizing and like.is_floating_point():
+                return placeholder(self.runs.device, like.dtype)
             raise AttributeError(self.reason(attribute))
         return run.weight(f"{self.name}.{attribute}", like)
 

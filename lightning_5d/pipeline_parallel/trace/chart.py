@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_5d.pipeline_parallel.boxes import FONT, draw_rows, draw_table, legend_for, scale_for, shortest_of
+from lightning_5d.pipeline_parallel.boxes import FONT, draw_rows, draw_table, legend_for, scale_for
 from lightning_5d.pipeline_parallel.chart import figure_with_rows, finish_memory, live_curve, table_height
 from lightning_5d.pipeline_parallel.summary import number, summarize
 from lightning_5d.pipeline_parallel.timeline import Timeline
@@ -35,7 +35,7 @@ def draw_step(trace: StepTrace) -> Figure:
     planned = replace(trace.planned, timeline=spans_in(trace.planned, per_second))
     live = tuple(tuple((time * per_second, count) for time, count in steps) for steps in trace.actual.live)
     actual = replace(trace.actual, timeline=spans_in(trace.actual, per_second), live=live)
-    shortest = shortest_of(planned)
+    shortest = _short(planned)
     scale = scale_for([planned, actual], shortest)
     behind = [
         [(gap.start * per_second, gap.end * per_second, WAITING[gap.doing]) for gap in trace.idle(rank) if gap.doing]
@@ -65,6 +65,12 @@ def draw_step(trace: StepTrace) -> Figure:
         ],
     )
     return figure
+
+
+def _short(timeline: Timeline) -> float | None:
+    """Duration of a box of which three quarters are longer: a stage with little to do should not make the picture wide."""
+    lengths = sorted(span.end - span.start for spans in timeline.timeline for span in spans)
+    return lengths[len(lengths) // 4] if lengths and lengths[len(lengths) // 4] > 0 else None
 
 
 def _draw_memory(axes: Axes, planned: Timeline, actual: Measured, clock: str) -> None:

@@ -1,11 +1,12 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from tests.pipeline_parallel.stage.pipelines import assert_same_gradients  # noqa: E402
+from tests.pipeline_parallel.stage.pipelines import Pipeline, assert_same_gradients  # noqa: E402
 
 SIZES = {
     "vocab_size": 31,
@@ -120,3 +121,11 @@ def test_a_model_that_checkpoints_by_itself_keeps_its_gradients(reentrant: bool)
     module = CausalLM("Llama")
     module.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_same_gradients(module, rows(2), [(0, 3), (1, 2)])
+
+
+def test_a_loss_of_the_routers_of_all_blocks_is_refused() -> None:
+    module = CausalLM("Mixtral", output_router_logits=True)
+    with pytest.raises(
+        MisconfigurationException, match=r"layers\.\d\.mlp\.gate\.weight otherwise.*output_router_logits"
+    ):
+        Pipeline(module, [(0,), (1,)]).forward(rows(1)[0], 0)

@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
 
 from lightning_5d.pipeline_parallel.stage import layout_of, layout_problems, split_problems
 from lightning_5d.plan import ParallelPlan, find_plan
@@ -276,3 +277,84 @@ def test_a_model_called_outside_of_a_step_says_that_it_is_cut() -> None:
             module(batches(1)[0])
     with pytest.raises(AttributeError, match=r"it has no head\.weight"):
         _ = pipeline.modules[0].head.weight
+
+
+class Logs(Net):
+    """Logs something about what the first stage computes, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.logged = how, dict[str, object]()
+        self.mean = MeanMetric()
+
+    def log(self, name: str, value: object) -> None:  # type: ignore[override]
+        self.logged[name] = value
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        first = self.embed(x)
+        last = self.through(first)
+        loss = self.head(last).square().mean()
+        if self.how == "metric":
+            self.mean(first.abs())
+        else:
+            value = {"tensor": first.norm(), "number": first.norm().item(), "fine": last.norm().item()}[self.how]
+            self.log("norm", value)
+            self.mean(last)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("ranks", [TWO, [(0, 3), (1, 2)]], ids=["two", "v"])
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("tensor", r"self\.log\('norm'\)"),
+        ("number", r"self\.log\('norm'\)"),
+        ("metric", "An update of the metric mean"),
+    ],
+)
+def test_a_logged_value_that_depends_on_what_another_stage_has_is_named(how: str, what: str, ranks: object) -> None:
+    with pytest.raises(MisconfigurationException, match=f"{what}.* is computed from the result of embed"):
+        Pipeline(Logs(how), ranks).forward(torch.randn(3, 4), 0)  # type: ignore[arg-type]
+
+
+def test_what_the_last_stage_logs_is_left_alone() -> None:
+    pipeline = Pipeline(Logs("fine"), TWO)
+    pipeline.forward(torch.randn(3, 4), 0)
+    last = pipeline.modules[1]
+    assert float(last.logged["norm"]) > 0  # type: ignore[operator,arg-type]
+    assert set(last.logged) == {"norm", "loss"}  # type: ignore[arg-type]
+    assert "log" not in vars(last)
+
+
+class Balanced(Block):
+    """Leaves behind what a router has to say about its own balance."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.router = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        self.balance = shares.mean((0,)).square().sum()
+        return super().forward(x) * shares[..., :1]
+
+
+class Experts(Net):
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Balanced(4) for _ in range(4))
+        self.weight = weight
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(x, batch_idx)
+        if self.weight:
+            loss = loss + self.weight * sum(getattr(block, "balance", 0.0) for block in self.blocks)
+        return loss
+
+
+def test_a_loss_of_what_blocks_leave_behind_is_refused() -> None:
+    for ranks in (TWO, [(0, 3), (1, 2)]):
+        with pytest.raises(MisconfigurationException, match=r"depends on blocks\.\d\.router\.\w+ otherwise"):
+            run(Experts(0.1), ranks=ranks)
+        assert_same_gradients(Experts(0.0), [torch.randn(3, 4)], ranks)
