@@ -178,6 +178,23 @@ class ParallelMesh:
         mesh = self.device_mesh[axes]
         return mesh.get_group() if mesh.ndim == 1 else mesh._flatten("_".join(axes)).get_group()
 
+    @cached_property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks at the same place of the pipeline as this one, or ``None`` if alone."""
+        axes = tuple(axis for axis in AXES if axis != "pp" and self.sizes[axis] > 1)
+        if not axes:
+            return None
+        mesh = self.device_mesh[axes]
+        return mesh.get_group() if mesh.ndim == 1 else mesh._flatten("_".join(axes)).get_group()
+
+    @cached_property
+    def by_stage(self) -> list[list[int]]:
+        """The ranks of the world at each place of the pipeline."""
+        ranks = self.device_mesh.mesh
+        if "pp" not in self.names:
+            return [ranks.flatten().tolist()]
+        return [row.flatten().tolist() for row in ranks.movedim(self.names.index("pp"), 0).unbind()]
+
     def describe(self) -> str:
         """One line for the log, such as ``pp=2 x dp_shard=4 (8 ranks)``."""
         return f"{' x '.join(f'{n}={self.sizes[n]}' for n in self.names)} ({math.prod(self.sizes.values())} ranks)"

@@ -302,10 +302,14 @@ class FiveD(ParallelSteps):
                 self.setup_optimizers(trainer)
             raise_problems([p for applied in self.parallelized for p in applied.optimizer_problems(self.optimizers)])
         self.setup_precision_plugin()
+        scheduling = self._scheduling
+        self._post = scheduling.post_validation(self) if fitting and scheduling is not None else None
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
         if self.world_size > 1 and self.logs is None:
             self.logs = attach_logs(trainer, self.mesh, self.root_device, self._timeout)
+        if self.logs is not None:
+            self.logs.without_waiting = self._post is not None
 
     def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
         problems = []
@@ -354,6 +358,8 @@ class FiveD(ParallelSteps):
 
     @override
     def teardown(self) -> None:
+        if self._post is not None:
+            self._post.drop()
         self._evaluation.close()
         self._schedules.close()
         if self.cluster_environment is not None:

@@ -65,6 +65,7 @@ class SharedSteps:
         device: Where tensors of outputs go.
         timeout: Longest wait for a message; the default is that of the run's process groups.
         of_stages: Modules that only this rank has, whose metrics are its own.
+        waiting: Whether the last stage waits for the others when it tells them.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class SharedSteps:
         device: torch.device,
         timeout: timedelta | None = None,
         of_stages: Iterable[nn.Module] = (),
+        waiting: bool = True,
     ) -> None:
         self._module, self._device = module, device
         stages = mesh.group("pp")
         ranks = dist.get_process_group_ranks(stages)
         own = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-        self._messages = StepMessages(own, stages, device)
+        self._messages = StepMessages(own, stages, device, waiting)
+        self._told: tuple[Any, Reader] | None = None
         self._metrics = SharedMetrics(module, of_stages)
         self._calls: dict[int, list[Call]] = {}
         self._loop: Any = None
@@ -88,6 +91,11 @@ class SharedSteps:
     def close(self) -> None:
         """Takes away what it has put around the module's metrics."""
         self._metrics.close()
+
+    def discard(self) -> None:
+        """Forgets what calls of the present step have logged and counted: it starts again."""
+        self._calls = {}
+        self._metrics.discard()
 
     @contextmanager
     def microbatch(self, index: int, rows: Sequence[int], *, last: bool = True) -> Generator[None, None, None]:
@@ -107,6 +115,21 @@ class SharedSteps:
                     self._calls[index] = calls
             contexts.enter_context(self._metrics.microbatch(index, rows, last))
             yield
+
+    def tell(self, outputs: Mapping[int, Any], rows: Sequence[int]) -> None:
+        """Tells the other stages already, where a single rank has run all last stages and does so before its step ends.
+
+        Args:
+            outputs: What the step returned, by microbatch.
+            rows: Rows of each microbatch.
+        """
+        values = Values()
+        try:
+            structure = self._put(values, outputs, self._calls, rows, False)
+        except Exception:
+            return  # `finish` says so, when all are there to hear it
+        if self._messages.knows(structure) and not values.objects:
+            self._told = self._messages.send(structure, values)
 
     def finish(
         self, outputs: Mapping[int, Any], rows: Sequence[int], sources: Sequence[int], *, training: bool
@@ -130,7 +153,7 @@ class SharedSteps:
         calls, self._calls = self._calls, {}
         for source in sources:
             if source == self._messages.rank:
-                told = self._tell(outputs, calls, rows, len(sources) > 1)
+                told, self._told = self._told or self._tell(outputs, calls, rows, len(sources) > 1), None
             else:
                 told = self._messages.receive(source)
             its_steps, its_updates = self._read(*told)
