@@ -138,6 +138,10 @@ class ParallelMesh:
             raise ValueError(f"Axis {axis!r} has size 1 here; axes with a group: {', '.join(self.names)}.")
         return self.device_mesh.get_group(axis)
 
+    def line(self, axis: str) -> dist.ProcessGroup:
+        """The same as `group`, and where the axis has size one a group of this rank alone."""
+        return self.group(axis) if axis in self.names else self._alone
+
     def submesh(self, *axes: str) -> DeviceMesh:
         """The mesh of those of `axes` that are larger than one, or of ``dp_shard`` where none is."""
         names = tuple(axis for axis in axes if axis in self.names and self.sizes[axis] > 1) or ("dp_shard",)
@@ -162,6 +166,13 @@ class ParallelMesh:
     @cached_property
     def _places(self) -> dict[int, int]:
         return {rank: place for place, rank in enumerate(self.device_mesh.mesh.flatten().tolist())}
+
+    @cached_property
+    def _alone(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            [dist.get_rank()], timeout=self.timeout, use_local_synchronization=True
+        )
+        return group
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:

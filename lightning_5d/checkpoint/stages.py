@@ -59,7 +59,7 @@ class Stages:
             mesh: The ranks by axis.
         """
         keys = tuple(plain_name(key) for key in module.state_dict())
-        return cls(mesh.group("pp"), mesh.device, keys, first_names(module))
+        return cls(mesh.line("pp"), mesh.device, keys, first_names(module))
 
     def module_state(self, state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
         """The whole module's state from that of the stages; every rank calls it.

@@ -94,21 +94,30 @@ class PipelineParallel(Parallelism):
             problems.append(Problem(what, "Leave one of them out."))
         if problems:
             return problems
+        from lightning_5d.pipeline_parallel.stage.problems import split_problems
+
         try:
             schedule = self.make_schedule()
         except (ValueError, OSError) as error:
             what, _, fix = str(error).rstrip(".").partition("; ")
-            return [Problem(f"PipelineParallel: {what}{';' if fix else '.'}", fix or "See `fived schedule --help`.")]
+            said = f"{what};" if fix else f"{what}."
+            return [Problem(f"PipelineParallel: {said}", f"{fix}." if fix else "See `fived schedule --help`.")]
         if self.post_validation and (not schedule.splits_backward or len(schedule.placement) > 1):
             return [_not_post_validated(schedule)]
         if context.module is None:
-            return []
+            return split_problems(self._blocks_meant(schedule.stages), schedule.stages, self.split)
         from lightning_5d.pipeline_parallel.stage import layout_problems
         from lightning_5d.plan import find_plan
 
         return layout_problems(
             context.module, find_plan(context.module, context.plan), schedule.stages, self.split, self.costs
         )
+
+    def _blocks_meant(self, stages: int) -> int:
+        """How many blocks a module has to have for this split: what can be wrong with it before there is a module."""
+        if isinstance(self.split, str) or not all(isinstance(size, int) and size >= 0 for size in self.split):
+            return stages
+        return sum(self.split)
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Leaves on this rank the weights of its stages."""

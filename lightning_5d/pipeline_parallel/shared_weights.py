@@ -65,7 +65,7 @@ class SharedWeights:
         placement: Sequence[Sequence[int]],
         mesh: ParallelMesh,
     ) -> None:
-        group = mesh.group("pp")
+        group = mesh.line("pp")
         self._module, self._first_names = module, first_names
         self._rank = dist.get_rank(group)
         stages_of = {plain_name(name): stages for name, stages in owners.items()}

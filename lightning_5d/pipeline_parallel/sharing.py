@@ -78,7 +78,7 @@ class SharedSteps:
         waiting: bool = True,
     ) -> None:
         self._module, self._device = module, device
-        stages = mesh.group("pp")
+        stages = mesh.line("pp")
         ranks = dist.get_process_group_ranks(stages)
         own = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
         self._messages = StepMessages(own, stages, device, waiting)

@@ -343,10 +343,18 @@ def test_16_17_microbatches_count_by_their_tokens_and_those_without_any_count_fo
         assert each["losses"][1] == pytest.approx(10 / 3 * (1 - 0.175) ** 3)
 
 
+def _short_window(rank: int, ranks: int) -> Any:
+    plugins = [PipelineParallel(2, microbatches=2)] if ranks > 1 else []
+    data, data_ranks = partial(rows, 24, 4), max(1, ranks // 2)
+    strategy = partial(FiveD, *plugins)
+    return fit(rank, partial(TinyLM, layers=3), data, strategy, ranks, data_ranks, accumulate_grad_batches=4)
+
+
 def test_19_the_last_short_window_is_divided_by_its_own_batches_beside_data_ranks(ranks: RankPool) -> None:
-    window = {"accumulate_grad_batches": 4}
-    case = (partial(TinyLM, layers=3), partial(rows, 24, 4), PipelineParallel(2, microbatches=2), window)
-    _equal_one_process(ranks, 4, case, data_ranks=2)
+    (expected,) = ranks(1, _short_window, 1, **TRAINER)
+    assert len(expected["gradients"]) == 2
+    differences = worst(ranks(4, _short_window, 4, **TRAINER), expected)
+    assert max(differences.values()) < 1e-5, differences
 
 
 class Stepping(torch.autograd.Function):
@@ -399,6 +407,7 @@ def _sums(rank: int, cases: list[tuple[list[list[float]], Any]], arguments: dict
         data = torch.tensor(batches).repeat_interleave(2, 0)  # two rows, each a microbatch
         strategy = FiveD(PipelineParallel(2, microbatches=2), ZeRO(stage=1))
         plugins = [precision] if precision is not None else None
+        arguments |= {"use_distributed_sampler": False}
         trainer = quiet(strategy=strategy, devices=2, callbacks=[record], plugins=plugins, **arguments)
         trainer.fit(module, DataLoader(data, batch_size=2))  # type: ignore[arg-type]
         weights = [float(value) for value in record.parameters.values()]
@@ -440,7 +449,7 @@ def _mixed(rank: int, ranks: int, precision: str) -> Any:
     plugins = (PipelineParallel(2, microbatches=2), ZeRO(stage=1)) if ranks > 1 else (ZeRO(stage=0),)
     data_ranks = max(1, ranks // 2)
     data = partial(rows, 32, 8)
-    arguments = {"precision": precision, "gradient_clip_val": 0.5}
+    arguments = {"plugins": FiveDPrecision(precision), "gradient_clip_val": 0.5}
     return fit(rank, partial(TinyLM, layers=3), data, partial(FiveD, *plugins), ranks, data_ranks, **arguments)
 
 
@@ -449,7 +458,7 @@ def test_half_precision_on_stages_with_data_ranks_is_that_of_one_process(ranks: 
     (expected,) = ranks(1, _mixed, 1, precision, **TRAINER)
     differences = worst(ranks(4, _mixed, 4, precision, **TRAINER), expected)
     # Rounded to 8 and 11 bits, in sums of other lengths.
-    assert max(differences.values()) < (0.03 if precision == "bf16-mixed" else 0.004), differences
+    assert max(differences.values()) < (0.06 if precision == "bf16-mixed" else 0.01), differences
 
 
 class Dropping(nn.Module):
