@@ -60,7 +60,10 @@ def steps(rank: int, ranks: int, data_ranks: int = 1, stage: int = 1, schedule: 
     for name, (make, arguments) in STEPS.items():
         record, module = Record(), make()
         if ranks == 1 and "accumulate_grad_batches" in arguments:
-            arguments = {**arguments, "strategy": FiveD()}  # it takes a window for what it is, also one that is not full
+            arguments = {
+                **arguments,
+                "strategy": FiveD(),
+            }  # it takes a window for what it is, also one that is not full
         trainer = trainer_of(ranks, data_ranks, stage, schedule, callbacks=[record], max_epochs=2, **arguments)
         trainer.fit(module, part(36, 8, 1, rank % data_ranks, data_ranks))
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
