@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import nn
 from typing_extensions import override
 
+from lightning_5d.absent import Absent
 from lightning_5d.activation_checkpointing import ActivationCheckpointing, activation_checkpointing_of, restore
 from lightning_5d.batches import even_loader
 from lightning_5d.checkpoint.full_state import contains_sharded
@@ -313,10 +314,10 @@ class FiveD(ParallelSteps):
 
     def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
         problems = []
-        if contains_sharded(module):
+        if contains_sharded(module) or any(isinstance(child, Absent) for child in module.modules()):
             problems.append(
                 Problem(
-                    "The module is already sharded, by another Trainer or by its own code.",
+                    "The module is already sharded, or cut into stages, by another Trainer or by its own code.",
                     "Go on with the same Trainer, or make a new module (its weights can come from a checkpoint).",
                 )
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -80,17 +80,27 @@ class Values:
         return "tensor", value.dtype, tuple(value.shape), value.device.type != "cpu"
 
     def read_scalars(self) -> list[float]:
-        """The scalars as numbers, with one wait for the device."""
+        """The scalars as numbers; the device is waited for once per dtype."""
         on_device = [
             index for index, value in enumerate(self.scalars) if isinstance(value, Tensor) and not value.is_cpu
         ]
-        numbers = [0.0 if isinstance(value, Tensor) and not value.is_cpu else float(value) for value in self.scalars]
+        scalars = list(self.scalars)
         if on_device:
-            wide = torch.float32 if self.scalars[on_device[0]].device.type == "mps" else torch.float64
-            together = torch.stack([self.scalars[index].to(wide) for index in on_device])
-            for index, number in zip(on_device, together.tolist(), strict=True):
-                numbers[index] = number
-        return numbers
+            for index, value in zip(on_device, to_host([scalars[index] for index in on_device]), strict=True):
+                scalars[index] = value
+        return [float(value) for value in scalars]
+
+
+def to_host(values: Sequence[Tensor]) -> list[Tensor]:
+    """0-dim tensors of a device on the host, with one wait for each dtype."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, value in enumerate(values):
+        by_dtype.setdefault(value.dtype, []).append(index)
+    found = list(values)
+    for same in by_dtype.values():
+        for index, value in zip(same, torch.stack([values[index] for index in same]).cpu().unbind(), strict=True):
+            found[index] = value
+    return found
 
 
 class Reader:
