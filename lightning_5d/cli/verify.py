@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import islice
 
 import lightning.pytorch as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
-from lightning_5d.cli.build import build
+from lightning_5d.cli.build import ImpossibleRunError, build
 from lightning_5d.verify import verify as compare
 
 STEPS = 3
@@ -24,6 +25,7 @@ def verify(config: DictConfig) -> bool:
 
     Raises:
         ValueError: If the number of processes is not given as a number.
+        ImpossibleRunError: If the settings do not work together.
     """
     trainer = config.trainer
     if not isinstance(trainer.devices, int):
@@ -33,15 +35,18 @@ def verify(config: DictConfig) -> bool:
     data.setup("fit")
     # More data ranks than processes there cannot be.
     batches = list(islice(data.train_dataloader(), STEPS * trainer.devices * trainer.accumulate_grad_batches))
-    parity = compare(
-        build(config.model),
-        batches,
-        lambda: build(config.strategy),
-        devices=trainer.devices,
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        precision=build(config.precision),
-        gradient_clip_val=trainer.gradient_clip_val,
-        accelerator=trainer.accelerator,
-    )
+    try:
+        parity = compare(
+            build(config.model),
+            batches,
+            lambda: build(config.strategy),
+            devices=trainer.devices,
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            precision=build(config.precision),
+            gradient_clip_val=trainer.gradient_clip_val,
+            accelerator=trainer.accelerator,
+        )
+    except MisconfigurationException as error:
+        raise ImpossibleRunError(str(error)) from error
     print(parity)
     return parity.passed
