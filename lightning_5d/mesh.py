@@ -61,15 +61,16 @@ def resolve_sizes(world_size: int, plugins: Sequence[Parallelism]) -> tuple[dict
     sizes = {axis: fixed.get(axis, 1) for axis in AXES}
     if problems:
         return sizes, problems
-    written = " x ".join(f"{axis}={size}" for axis, size in fixed.items()) or "1"
+    written = " x ".join(f"{axis}={size}" for axis, size in fixed.items() if size > 1) or "1"
     if auto:
         if world_size % taken:
             other = nearest_divisor(world_size, taken)
             bigger = math.ceil(world_size / taken) * taken
             problems.append(
                 Problem(
-                    f"{world_size} ranks cannot be divided by {written}{f' = {taken}' if len(fixed) > 1 else ''}.",
-                    f"{other} works with {world_size} ranks, or use {bigger} ranks.",
+                    f"{world_size} ranks cannot be divided by {written}{f' = {taken}' if ' x ' in written else ''}.",
+                    f"{'' if ' x ' in written else written.partition('=')[0] + '='}{other} works with {world_size} ranks, or"
+                    f" use {bigger} ranks.",
                 )
             )
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -109,6 +109,16 @@ class Parallelism(ABC):
     def validate(self, context: RunContext) -> list[Problem]:
         """Everything that is wrong with this plugin in this run; an empty list when nothing is."""
         return []
+
+    def short(self) -> str:
+        """As a person would write it: its first setting, and those that are not the defaults."""
+        settings: list[Field[Any]] = list(fields(self))  # type: ignore[arg-type]
+        written = [
+            f"{setting.name}={getattr(self, setting.name)!r}"
+            for index, setting in enumerate(settings)
+            if not index or getattr(self, setting.name) != setting.default
+        ]
+        return f"{type(self).__name__}({', '.join(written)})"
 
     @abstractmethod
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:

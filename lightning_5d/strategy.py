@@ -372,4 +372,4 @@ class FiveD(ParallelSteps):
             self._ranks.finish()
 
     def __repr__(self) -> str:
-        return f"FiveD({', '.join(map(repr, self.plugins))})"
+        return f"FiveD({', '.join(plugin.short() for plugin in self.plugins)})"
