@@ -86,7 +86,7 @@ def take_apart(payload: Any, stage: int) -> tuple[list[Tensor], PayloadSpec]:
         return [payload], PayloadSpec((_leaf_of(payload),))
     leaves, tree = tree_flatten(payload)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    strangers = [leaf for leaf in leaves if not isinstance(leaf, Tensor | _CONSTANTS)]
+    strangers = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_CONSTANTS))]
     if strangers or not tensors:
         raise TypeError(_not_tensors(payload, stage))
     return tensors, PayloadSpec(tuple(_leaf_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree)
@@ -107,7 +107,7 @@ def _not_tensors(payload: Any, stage: int) -> str:
     wrong = [
         f"{keystr(path) or 'the payload'} is a {type(leaf).__name__}"
         for path, leaf in named
-        if not isinstance(leaf, Tensor | _CONSTANTS)
+        if not isinstance(leaf, (Tensor, *_CONSTANTS))
     ]
     what = "; ".join(wrong) or f"it is {payload!r}, without any tensor"
     return (
