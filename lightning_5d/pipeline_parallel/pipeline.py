@@ -96,12 +96,15 @@ class PipelineParallel(Parallelism):
             return [Problem(f"PipelineParallel: {what}{';' if fix else '.'}", fix or "See `fived schedule --help`.")]
         if context.module is None:
             return []
+        from lightning_5d.pipeline_parallel.compatibility import callback_problems
         from lightning_5d.pipeline_parallel.stage import layout_problems
         from lightning_5d.plan import find_plan
 
-        return layout_problems(
-            context.module, find_plan(context.module, context.plan), schedule.stages, self.split, self.costs
-        )
+        plan = find_plan(context.module, context.plan)
+        return [
+            *layout_problems(context.module, plan, schedule.stages, self.split, self.costs),
+            *(callback_problems(context.module) if self.size > 1 else []),
+        ]
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Leaves on this rank the weights of its stages."""

@@ -18,6 +18,7 @@ from lightning_5d.checkpoint.stages import Stages
 from lightning_5d.mesh import ParallelMesh
 from lightning_5d.parallelism import Parallelized, Problem
 from lightning_5d.pipeline_parallel.channels import Channels
+from lightning_5d.pipeline_parallel.compatibility import split_optimizer_problems
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
 from lightning_5d.pipeline_parallel.executor import Executor, Work
 from lightning_5d.pipeline_parallel.microbatches import Splitter, split_batch
@@ -183,7 +184,7 @@ class Pipelined(Scheduling):
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
         # By now weights have their first values, which may have been drawn on each rank for itself.
         self.shared_weights.synchronize()
-        return self.shared_weights.settle_groups(optimizers)
+        return [*self.shared_weights.settle_groups(optimizers), *split_optimizer_problems(optimizers)]
 
     @override
     def memory(self) -> Iterable[tuple[str, Tensor]]:
