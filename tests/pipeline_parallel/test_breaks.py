@@ -44,7 +44,8 @@ class NestedLM(TinyLM):
         x: Any = (self.embed(ids), {"count": torch.zeros(len(ids), 1, 1), "name": "constant"}, None)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x[0] * x[1]["count"])
+        logits: Tensor = self.head(x[0] * x[1]["count"])
+        return logits
 
 
 def test_blocks_may_return_a_nest_of_tensors_and_constants(ranks: RankPool) -> None:
@@ -92,7 +93,8 @@ class Detached(TinyLM):
         x = self.embed(ids)
         for number, layer in enumerate(self.layers):
             x = layer(x.detach() if number == 3 else x)
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 @pytest.mark.xfail(
