@@ -106,12 +106,15 @@ class PipelineParallel(Parallelism):
             return [_not_post_validated(schedule)]
         if context.module is None:
             return split_problems(self._blocks_meant(schedule.stages), schedule.stages, self.split)
+        from lightning_5d.pipeline_parallel.compatibility import callback_problems
         from lightning_5d.pipeline_parallel.stage import layout_problems
         from lightning_5d.plan import find_plan
 
-        return layout_problems(
-            context.module, find_plan(context.module, context.plan), schedule.stages, self.split, self.costs
-        )
+        plan = find_plan(context.module, context.plan)
+        return [
+            *layout_problems(context.module, plan, schedule.stages, self.split, self.costs),
+            *(callback_problems(context.module) if self.size > 1 else []),
+        ]
 
     def _blocks_meant(self, stages: int) -> int:
         """How many blocks a module has to have for this split: what can be wrong with it before there is a module."""

@@ -18,10 +18,11 @@ from lightning_5d.checkpoint.stages import Stages
 from lightning_5d.mesh import ParallelMesh
 from lightning_5d.parallelism import Parallelized, Problem
 from lightning_5d.pipeline_parallel.channels import Channels
+from lightning_5d.pipeline_parallel.compatibility import split_optimizer_problems
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
 from lightning_5d.pipeline_parallel.executor import Executor, StaleForwardsError, Work
 from lightning_5d.pipeline_parallel.microbatches import Splitter, split_batch
-from lightning_5d.pipeline_parallel.post_validation import OptimisticSteps, lines_of_verdicts, several_backwards
+from lightning_5d.pipeline_parallel.post_validation import OptimisticSteps, lines_of_verdicts
 from lightning_5d.pipeline_parallel.program import Program, neighbours, program_of
 from lightning_5d.pipeline_parallel.schedule import Schedule
 from lightning_5d.pipeline_parallel.set_aside import SetAside
@@ -215,10 +216,7 @@ class Pipelined(Scheduling):
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
         # By now weights have their first values, which may have been drawn on each rank for itself.
         self.shared_weights.synchronize()
-        problems = self.shared_weights.settle_groups(optimizers)
-        if self._post_validation:
-            problems += several_backwards(optimizers)
-        return problems
+        return [*self.shared_weights.settle_groups(optimizers), *split_optimizer_problems(optimizers)]
 
     @override
     def memory(self) -> Iterable[tuple[str, Tensor]]:
