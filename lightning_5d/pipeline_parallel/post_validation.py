@@ -17,7 +17,7 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 4.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
@@ -29,11 +29,9 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_5d.gradients import clip_by_norm, clip_factor, power_of_stage
-from lightning_5d.parallelism import Problem
 from lightning_5d.pipeline_parallel.snapshot import GradientSnapshot, OptimizerSnapshot, Pool
 from lightning_5d.pipeline_parallel.termination import late_termination
 from lightning_5d.scheduling import PendingStep, PostValidation
@@ -314,15 +312,6 @@ class OptimisticSteps(PostValidation):
 def lines_of_verdicts(ranks: int) -> list[tuple[int, int]]:
     """Pairs of ranks of a pipeline that send each other messages for it."""
     return [pair for rank in range(ranks - 1) for pair in ((rank, rank + 1), (rank, ranks - 1))]
-
-
-def several_backwards(optimizers: Iterable[Any]) -> list[Problem]:
-    """What is wrong with optimizers whose steps look at gradients more than once."""
-    return [
-        Problem("LBFGS runs several backwards in a step, and post-validation looks at gradients once.", "Leave it out.")
-        for optimizer in optimizers
-        if isinstance(optimizer, LBFGS)
-    ]
 
 
 def _others_look(trainer: pl.Trainer) -> bool:
