@@ -252,7 +252,7 @@ class LogsOnOneStage(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
         if trainer.global_rank == 0 and index >= 3:
-            module.log("odd", float(index), on_step=True)
+            module.log("odd", float(index), on_step=True, sync_dist=True)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
         value = trainer.callback_metrics.get("odd")
