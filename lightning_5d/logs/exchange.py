@@ -96,6 +96,7 @@ class LogExchange:
     without_waiting: bool = False
     _unread: _Round | None = None
     _uneven: set[int] = field(default_factory=set)
+    _after_news: set[int] = field(default_factory=set)
     _lists: dict[tuple[int, Point], dict[str, Declaration]] = field(default_factory=dict)
     _step: _Round | None = None
     _late: _Round | None = None
@@ -250,6 +251,9 @@ class LogExchange:
     # all. If a hook logs on some stages only, this ends for the rest of the run. All ranks know the same at the same time.
     def _same_on_stages(self, sent: _Round) -> bool:
         """Whether this step's values can do without the other stages."""
+        if id(sent.values) in self._after_news:  # who logs the new keys is seen in a step that waits
+            self._after_news.discard(id(sent.values))
+            return False
         return (
             self.without_waiting
             and id(sent.values) not in self._uneven
@@ -284,10 +288,14 @@ class LogExchange:
             return
         sent, self._unread = self._unread, None
         self._read(sent)
-        if any(count not in (0, self._world) for count in self._present(sent)):
-            self._uneven.add(id(sent.values))
+        self._look_for_uneven(sent, self._present(sent))
         if sent.message[_NEWS]:
             self._extend(sent)
+            self._after_news.add(id(sent.values))
+
+    def _look_for_uneven(self, sent: _Round, present: list[int]) -> None:
+        if sent.point is Point.STEP and any(count not in (0, self._world) for count in present):
+            self._uneven.add(id(sent.values))
 
     def _receive(self, sent: _Round) -> bool:
         """Waits for a message and hands out what ranks have agreed on; returns whether any rank wants to stop."""
@@ -331,6 +339,7 @@ class LogExchange:
 
     def _deliver(self, sent: _Round) -> None:
         present = self._present(sent)
+        self._look_for_uneven(sent, present)
         logged = [(key, count) for key, count in zip(sent.keys, present, strict=True) if count]
         tensors = [key for key, _ in logged if key.is_tensor]
         on_step = sent.point in (Point.STEP, Point.BATCH_END)
