@@ -5,7 +5,8 @@
 Two ranks of one thread on this machine, microbatches of one row. The ceiling is two processes side by side, each of which
 trains the whole model on all microbatches: half of its time is a pipeline without bubble, messages or Python. Contestants take
 turns within each round; a round's share is the ceiling's time over the contestant's, and the median over rounds is printed. The
-schedule's bubble is what `simulate` says with F, B and W of every stage as measured here, with a barrier between steps.
+bound is the share that the schedule has in `simulate`, with a barrier between steps and the stages' blocks as they are cut: eight
+blocks and a head, which costs a little more than a block, cannot be halved, so even a schedule without bubble has a bound below one.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from benchmarks.ranks import RANKS, answers_of
 
 WARM_UP = 3
 MICROBATCHES = 8
-SPLITS = {1: (5, 3), 2: (2, 2, 2, 2)}
-"""Blocks of each stage, by stages per rank: the head costs about as much as two blocks."""
-V_SPLIT = (2, 3, 2, 1)
+HEAD = 1.1
+"""What the head and the loss cost, in blocks of the small size, as measured on one thread."""
+SAME_SPLIT = False
+SPLITS = {1: (4, 4), 2: (2, 2, 2, 2)}
+"""Blocks of each of torch's stages, by stages per rank. With ``--same-split`` they are those that FiveD takes by itself."""
 Step = Callable[[Tensor, Tensor], Any]
 
 
@@ -92,8 +95,14 @@ def torch_pipelining(schedule: str, chunks: int, v_shaped: bool = False) -> Call
         from torch.distributed import pipelining
         from torch.distributed.pipelining import schedules
 
+        from lightning_5d.pipeline_parallel import make_schedule
+
         decoder, count = _decoder(size), RANKS * chunks
-        split = V_SPLIT if v_shaped else SPLITS[chunks]
+        many = schedule == "ScheduleInterleaved1F1B"
+        name = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "afab", "ScheduleZBVZeroBubble": "zb_v"}.get(
+            schedule, "interleaved_1f1b"
+        )
+        split = _stages(make_schedule(name, RANKS, MICROBATCHES, chunks=chunks if many else None), "torch", size)
         numbers = [rank, 2 * RANKS - 1 - rank] if v_shaped else list(range(rank, count, RANKS))
         modules = [_Stage(decoder, sum(split[:n]), split[n]) for n in numbers]
         device = torch.device("cpu")
@@ -119,7 +128,7 @@ def torch_pipelining(schedule: str, chunks: int, v_shaped: bool = False) -> Call
     return make
 
 
-def five_d(schedule: str, chunks: int | None = None, v_shaped: bool = False) -> Callable[[Size, int], Any]:
+def five_d(schedule: str, chunks: int | None = None) -> Callable[[Size, int], Any]:
     """An ordinary LightningModule in a Trainer; returns a function that fits and calls ``tick`` after every step."""
 
     def make(size: Size, rank: int) -> Any:
@@ -145,8 +154,7 @@ def five_d(schedule: str, chunks: int | None = None, v_shaped: bool = False) -> 
                     tick()
 
             warnings.simplefilter("ignore")
-            split = V_SPLIT if v_shaped else SPLITS[chunks or 1]
-            pipeline = PipelineParallel(RANKS, schedule=schedule, microbatches=MICROBATCHES, chunks=chunks, split=split)
+            pipeline = PipelineParallel(RANKS, schedule=schedule, microbatches=MICROBATCHES, chunks=chunks)
             L.Trainer(
                 accelerator="cpu",
                 devices=RANKS,
@@ -174,10 +182,32 @@ CONTESTANTS: dict[str, Callable[[Size, int], Any]] = {
     "torch interleaved_1f1b": torch_pipelining("ScheduleInterleaved1F1B", 2),
     "FiveD interleaved_1f1b": five_d("interleaved_1f1b", 2),
     "torch zb_v": torch_pipelining("ScheduleZBVZeroBubble", 2, v_shaped=True),
-    "FiveD zb_v": five_d("zb_v", v_shaped=True),
+    "FiveD zb_v": five_d("zb_v"),
     "FiveD zb_h1": five_d("zb_h1"),
     "FiveD zb_h2": five_d("zb_h2"),
 }
+
+
+def _stages(schedule: Any, name: str, size: Size) -> tuple[int, ...]:
+    """Blocks of each stage of a contestant."""
+    from lightning_5d.pipeline_parallel.balance import shortest_split
+
+    if name.startswith("torch") and not SAME_SPLIT:
+        return SPLITS[schedule.stages // RANKS]
+    return shortest_split(schedule, [1.0] * size.layers, last=HEAD)
+
+
+def bound(name: str, size: Size) -> float:
+    """The share of the ceiling that a contestant's schedule and cut allow."""
+    from lightning_5d.pipeline_parallel import Durations, make_schedule, simulate
+
+    key = name.split()[-1]
+    schedule = make_schedule(key, RANKS, MICROBATCHES, chunks=2 if key == "interleaved_1f1b" else None)
+    costs = [float(blocks) for blocks in _stages(schedule, name, size)]
+    costs[-1] += HEAD
+    forward, rest = tuple(0.31 * cost for cost in costs), tuple(0.345 * cost for cost in costs)
+    takes = simulate(schedule, Durations(forward, rest, rest)).makespan
+    return sum(costs) * MICROBATCHES / RANKS / takes
 
 
 def run_rank(rank: int, port: int, size_name: str, name: str, steps: int, results: Any) -> None:
@@ -249,7 +279,8 @@ def compare(size_name: str, names: list[str], rounds: int, steps: int) -> None:
         if own != name and f"torch {own}" in times and len(times[f"torch {own}"]) == rounds:
             over = statistics.median(t / m for t, m in zip(times[f"torch {own}"], measured, strict=True))
             beside = f"{over:6.3f} of torch's speed"
-        print(f"{name:28}{share:7.3f}{statistics.median(measured) * 1e3:9.1f} ms  {beside}")
+        limit = "" if name == "ceiling" else f"{share / bound(name, SIZES[size_name]):7.3f} of its bound"
+        print(f"{name:28}{share:7.3f}{statistics.median(measured) * 1e3:9.1f} ms {limit}{beside}")
 
 
 def main() -> None:
@@ -258,7 +289,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="timed steps in each round")
     parser.add_argument("--only", default="", help="names, or beginnings of names, separated by commas")
+    parser.add_argument("--same-split", action="store_true", help="torch's stages are cut where FiveD cuts")
     arguments = parser.parse_args()
+    global SAME_SPLIT
+    SAME_SPLIT = arguments.same_split
     chosen = tuple(part.strip() for part in arguments.only.split(",")) if arguments.only else ("",)
     names = [name for name in CONTESTANTS if name == "ceiling" or name.startswith(chosen)]
     compare(arguments.size, names, arguments.rounds, arguments.steps)

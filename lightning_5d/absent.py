@@ -13,10 +13,7 @@ from torch import Tensor, nn
 Kind = TypeVar("Kind", bound="Absent")
 
 _OWN = frozenset(vars(nn.Module()))
-_VALUES = (
-    str, bytes, bool, int, float, complex, type(None), type, torch.dtype, torch.device, types.FunctionType,
-    types.BuiltinFunctionType,
-)  # fmt: skip
+_VALUES = (str, bytes, bool, int, float, complex, type(None), type, torch.dtype, torch.device)
 
 
 class Absent(nn.Module):
@@ -83,6 +80,7 @@ def stand_in(kind: type[Kind], module: nn.Module, name: str, **attributes: Any) 
         name: The module's fully-qualified name.
         attributes: Attributes for it and for those inside of it.
     """
+    module = getattr(module, "_orig_mod", module)  # what `torch.compile` has wrapped
     classes: Any = kind, type(module)  # mypy takes a class for something without a hash
     dressed = _dressed(*classes)
     new: Kind = dressed.__new__(dressed)
@@ -113,7 +111,9 @@ def _is_plain(value: Any, depth: int = 3) -> bool:
     """Whether holding on to a value cannot keep a weight alive."""
     if isinstance(value, _VALUES):
         return True
-    if isinstance(value, Tensor | nn.Module | types.MethodType) or depth == 0:
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None
+    if isinstance(value, Tensor | nn.Module) or callable(value) or depth == 0:
         return False
     if isinstance(value, list | tuple | set | frozenset):
         return all(_is_plain(item, depth - 1) for item in value)

@@ -325,9 +325,11 @@ class HostMemory:
     def receive(self, timeout_s: float) -> None:
         """Takes in what has been said, waiting up to ``timeout_s`` for something."""
         for peer in self.peers.values():
-            if peer.unsent:
+            if peer.unsent and not peer.gone:
                 self._flush(peer)
-                if peer.owed and not peer.gone:
+                if peer.gone:
+                    timeout_s = 0.0  # what it had said before has been taken in, and may be what is waited for
+                elif peer.owed:
                     timeout_s = min(timeout_s, _RETRY_S)
         for fd, _ in self._poll.poll(timeout_s * 1000):
             self._take_in(self._by_fd[fd])

@@ -16,6 +16,7 @@ from lightning_5d.pipeline_parallel.schedules import make_schedule
 if TYPE_CHECKING:
     from lightning_5d.mesh import ParallelMesh
     from lightning_5d.pipeline_parallel.microbatches import Splitter
+    from lightning_5d.pipeline_parallel.stage import StageCosts
     from lightning_5d.plan import ParallelPlan
 
 Split = Literal["even", "blocks"] | Sequence[int]
@@ -34,8 +35,9 @@ class PipelineParallel(Parallelism):
         microbatches: Pieces of a batch. A batch with fewer rows has as many as it has rows.
         chunks: Stages per rank, for ``interleaved_1f1b`` and ``looped_bfs``.
         group_size: Microbatches that go through a rank's stages together, for ``interleaved_1f1b``.
-        split: Where stages end: ``"even"`` in estimated work, ``"blocks"`` in number of blocks, or the number of blocks of each
-            stage, 0 included.
+        split: Where stages end: ``"even"`` for the shortest step by estimated work and this schedule, ``"blocks"`` for equal numbers of
+            blocks, or the number of blocks of each stage, 0 included.
+        costs: What blocks cost, as `measure_costs` gives it, for ``split="even"``; estimated from the sizes of weights if ``None``.
         split_batch: Cuts a batch into at most so many smaller ones, for batches whose rows are not simply their first dimension; a
             method ``split_batch(batch, count)`` of the LightningModule does the same.
         dynamic: Shapes between stages may depend on values in the batch: costs a message per microbatch.
@@ -52,6 +54,7 @@ class PipelineParallel(Parallelism):
     chunks: int | None = None
     group_size: int | None = None
     split: Split = "even"
+    costs: StageCosts | None = None
     split_batch: Splitter | None = None
     dynamic: bool = False
 
@@ -81,6 +84,9 @@ class PipelineParallel(Parallelism):
             )
             if value is not None and not _is_count(value)
         ]
+        if self.costs is not None and self.split != "even":
+            what = f"costs say where stages end, and so does split={self.split!r}."
+            problems.append(Problem(what, "Leave one of them out."))
         if problems:
             return problems
         try:
@@ -93,7 +99,9 @@ class PipelineParallel(Parallelism):
         from lightning_5d.pipeline_parallel.stage import layout_problems
         from lightning_5d.plan import find_plan
 
-        return layout_problems(context.module, find_plan(context.module, context.plan), schedule.stages, self.split)
+        return layout_problems(
+            context.module, find_plan(context.module, context.plan), schedule.stages, self.split, self.costs
+        )
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Leaves on this rank the weights of its stages."""
@@ -105,9 +113,19 @@ class PipelineParallel(Parallelism):
             raise TypeError(f"A pipeline cuts a LightningModule, not a {type(module).__name__}.")
         schedule = self.make_schedule()
         stages = Stages.of(module, mesh)
-        layout = layout_of(module, plan, schedule.stages, self.split)
+        split = self._shortest(module, plan, schedule) if self.split == "even" else self.split
+        layout = layout_of(module, plan, schedule.stages, split)
         cut = Cut(module, layout, schedule.stages_of(mesh.rank("pp")))
         return Pipelined(module, cut, schedule, mesh, stages, self.split_batch, dynamic=self.dynamic)
+
+    def _shortest(self, module: nn.Module, plan: ParallelPlan, schedule: Schedule) -> Sequence[int]:
+        from lightning_5d.pipeline_parallel.balance import shortest_split
+        from lightning_5d.pipeline_parallel.stage import dissect, estimate_costs
+
+        anatomy = dissect(module, plan)
+        costs = self.costs or estimate_costs(module, anatomy)
+        each = [costs.blocks[name] for name in anatomy.blocks]
+        return shortest_split(schedule, each, costs.before, costs.after)
 
 
 def _is_count(value: object) -> bool:

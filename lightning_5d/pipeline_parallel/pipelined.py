@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_5d.pipeline_parallel.channels import Channels
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
 from lightning_5d.pipeline_parallel.executor import Executor, Work
 from lightning_5d.pipeline_parallel.microbatches import Splitter, split_batch
-from lightning_5d.pipeline_parallel.program import Program, program_of
+from lightning_5d.pipeline_parallel.program import Program, neighbours, program_of
 from lightning_5d.pipeline_parallel.schedule import Schedule
 from lightning_5d.pipeline_parallel.set_aside import SetAside
 from lightning_5d.pipeline_parallel.shared_weights import SharedWeights
@@ -65,11 +65,12 @@ class Pipelined(Scheduling):
         self.rank = mesh.rank("pp")
         self._module, self._device, self._dynamic = module, mesh.device, dynamic
         self._split: Splitter | None = split or getattr(module, "split_batch", None)
-        self._channels = Channels.open(mesh, self._device, mesh.timeout)
-        self._deferred: DeferredWeights | None = None
+        self._channels = Channels.open(mesh, self._device, mesh.timeout, neighbours(schedule))
+        own = [each for part in cut.parts for each in part.modules]
+        # Before activation checkpointing, which keeps the forward that it finds.
+        self._deferred = DeferredWeights(own) if schedule.splits_backward else None
         self._others: list[Parallelized] = []
         self._executor: Executor | None = None
-        own = [each for part in cut.parts for each in part.modules]
         self._shared = SharedSteps(module, mesh, self._device, mesh.timeout, own)
         self._stages = stages
         self.shared_weights = SharedWeights(module, stages.first_names, cut.owners, schedule.placement, mesh)
@@ -82,8 +83,6 @@ class Pipelined(Scheduling):
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
         self._others = [axis for axis in axes if axis is not self]
         self.cut.arm()
-        if self.schedule.splits_backward:
-            self._deferred = DeferredWeights([part_module for part in self.cut.parts for part_module in part.modules])
         self._executor = Executor(
             self.cut, self._channels, self._others, self._deferred, self._device, dynamic=self._dynamic
         )
@@ -185,6 +184,13 @@ class Pipelined(Scheduling):
         # By now weights have their first values, which may have been drawn on each rank for itself.
         self.shared_weights.synchronize()
         return self.shared_weights.settle_groups(optimizers)
+
+    @override
+    def memory(self) -> Iterable[tuple[str, Tensor]]:
+        for tensor in self._channels.memory():
+            yield "communication buffers", tensor
+        for tensor in self._channels.mapped():
+            yield "memory of other ranks", tensor
 
     @override
     def close(self) -> None:

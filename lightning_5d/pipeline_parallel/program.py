@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lightning_5d.pipeline_parallel.schedule import GRADIENTS, Action, Kind, Schedule, flatten, keep_microbatches
 
@@ -108,6 +109,12 @@ def program_of(schedule: Schedule, rank: int, microbatches: int, backward: bool)
         {sender: tuple(messages) for sender, messages in incoming.items()},
         tuple(sorted({schedule.rank_of(last_stage, microbatch) for microbatch in range(microbatches)})),
     )
+
+
+def neighbours(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """Pairs of ranks that send each other messages."""
+    found = {(min(pair), max(pair)) for placed in schedule.placement for pair in pairwise(placed) if pair[0] != pair[1]}
+    return tuple(sorted(found))
 
 
 def _step(schedule: Schedule, rank: int, action: Action, last: dict[int, Action]) -> Step:

@@ -68,8 +68,9 @@ class SharedWeights:
         group = mesh.group("pp")
         self._module, self._first_names = module, first_names
         self._rank = dist.get_rank(group)
+        stages_of = {plain_name(name): stages for name, stages in owners.items()}
         ranks_of = {
-            name: tuple(sorted({placed[stage] for placed in placement for stage in owners[name]}))
+            name: tuple(sorted({placed[stage] for placed in placement for stage in stages_of[name]}))
             for name in dict.fromkeys(first_names.values())
         }
         by_ranks: dict[tuple[int, ...], list[str]] = {}

@@ -32,11 +32,15 @@ class Record(L.Callback):
             grads = [p.grad for p in module.parameters() if p.grad is not None]
             self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
         self.gradients.append(
-            {name: _whole(p.grad) for name, p in module.named_parameters() if p.grad is not None and p.numel()}
+            {
+                name: _whole(p.grad)
+                for name, p in module.named_parameters(remove_duplicate=False)
+                if p.grad is not None and p.numel()
+            }
         )
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.parameters = {name: _whole(p) for name, p in module.named_parameters() if p.numel()}
+        self.parameters = {name: _whole(p) for name, p in module.named_parameters(remove_duplicate=False) if p.numel()}
 
     def __call__(self) -> dict[str, Any]:
         return {"losses": self.losses, "norms": self.norms, "gradients": self.gradients, "parameters": self.parameters}

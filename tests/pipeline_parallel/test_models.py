@@ -42,7 +42,6 @@ def test_a_model_trains_as_in_one_process(ranks: RankPool, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TIED)
-@pytest.mark.xfail(strict=True, reason="gradients of tied weights are not added up over stages yet")
 def test_a_model_with_tied_weights_trains_as_in_one_process(ranks: RankPool, name: str) -> None:
     compare(ranks, TIED[name], partial(deal, text), PipelineParallel(2, microbatches=4))
 

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_5d.pipeline_parallel.executor import Executor, Work
 from lightning_5d.pipeline_parallel.program import program_of
 from lightning_5d.pipeline_parallel.schedule import Schedule
 from lightning_5d.pipeline_parallel.stage import Boundary, Finished
+from lightning_5d.pipeline_parallel.trace import Recorder
 
 
 class _Sleeping(torch.autograd.Function):
@@ -65,23 +67,21 @@ class _Queue:
 
 
 def run_timed(rank: int, schedule: Schedule, seconds: float, repeats: int) -> dict[str, Any]:
-    """One rank: busy share of several steps in a row, without a barrier between them, and the peak of live activations."""
-    from datetime import timedelta
-
-    sizes = dict.fromkeys(AXES, 1) | {"pp": schedule.ranks}
-    mesh = ParallelMesh.create(sizes, "cpu", timedelta(seconds=30))
+    """One rank: what it did in several steps in a row, without a barrier between them, and the peak of live activations."""
+    timeout = timedelta(seconds=30)
+    mesh = ParallelMesh.create(dict.fromkeys(AXES, 1) | {"pp": schedule.ranks}, "cpu", timeout)
     stages = Stages(schedule.stages, seconds * schedule.ranks / schedule.stages)
-    channels = Channels.open(mesh, torch.device("cpu"), timedelta(seconds=30))
+    channels = Channels.open(mesh, torch.device("cpu"), timeout)
     executor = Executor(stages, channels, [], stages, torch.device("cpu"))  # type: ignore[arg-type]
     program = program_of(schedule, rank, schedule.microbatches, True)
     work = [Work((i,), {}, "all", lambda stage: nullcontext()) for i in range(schedule.microbatches)]
     start = lambda microbatch, output: (output, torch.ones(()))  # noqa: E731
-    executor.run(program, work, lambda *a: None, start)
+    executor.recorder = Recorder()
     dist.barrier()
-    times = []
+    steps, outputs = [], {}
     for _ in range(repeats):
-        begin = time.perf_counter()
         outputs = executor.run(program, work, lambda *a: None, start)
-        times.append((begin, time.perf_counter()))
+        steps.append(executor.recorder.take())
     channels.close()
-    return {"times": times, "peak": executor.peak_live, "outputs": {k: float(v) for k, v in outputs.items()}}
+    found = {microbatch: float(value.detach()) for microbatch, value in outputs.items()}
+    return {"steps": steps, "peak": executor.peak_live, "outputs": found, "weights": stages.weights_run}

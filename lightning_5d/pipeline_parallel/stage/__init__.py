@@ -3,6 +3,7 @@
 from lightning_5d.pipeline_parallel.stage.costs import StageCosts, estimate_costs
 from lightning_5d.pipeline_parallel.stage.cut import Boundary, Cut, Finished
 from lightning_5d.pipeline_parallel.stage.layout import Anatomy, Place, StageLayout, dissect
+from lightning_5d.pipeline_parallel.stage.measure import measure_costs
 from lightning_5d.pipeline_parallel.stage.outline import Outline, TensorOutline
 from lightning_5d.pipeline_parallel.stage.placeholders import is_placeholder
 from lightning_5d.pipeline_parallel.stage.problems import layout_of, layout_problems, split_problems
@@ -23,6 +24,7 @@ __all__ = [
     "is_placeholder",
     "layout_of",
     "layout_problems",
+    "measure_costs",
     "partition",
     "split_problems",
 ]

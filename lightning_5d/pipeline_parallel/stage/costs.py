@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_5d.parallelism import Problem
 from lightning_5d.pipeline_parallel.stage.layout import Anatomy
 
 
@@ -26,16 +27,55 @@ class StageCosts:
 
 
 def estimate_costs(module: nn.Module, anatomy: Anatomy) -> StageCosts:
-    """Costs from the sizes of weights: one unit for each multiplication that a token takes in a forward.
+    """Costs from the sizes of weights: one unit for each multiplication that a token takes in a step.
 
     A matrix is multiplied once in a forward, once for the gradient of its input and, if it is trained, once for its own. An
-    embedding is looked up, which costs nothing; an output layer costs vocabulary times width.
+    embedding is looked up, which costs nothing; an output layer costs vocabulary times width. Attention costs its width for each token
+    that is looked at. How many those are nobody knows before the first batch: sequences are taken to have 512 tokens, of which half are
+    looked at. In wide models that is little beside the matrices; for long sequences in narrow ones, as for experts that see some of
+    the tokens, measure (`measure_costs`).
     """
     return StageCosts(
-        {name: _matmul_work(module.get_submodule(name)) for name in anatomy.blocks},
-        sum(_matmul_work(module.get_submodule(name)) for name in anatomy.outer("before")),
-        sum(_matmul_work(module.get_submodule(name)) for name in anatomy.outer("after")),
+        {name: _work(module.get_submodule(name)) for name in anatomy.blocks},
+        sum(_work(module.get_submodule(name)) for name in anatomy.outer("before")),
+        sum(_work(module.get_submodule(name)) for name in anatomy.outer("after")),
     )
+
+
+def costs_problems(costs: StageCosts, blocks: Sequence[str]) -> list[Problem]:
+    """What is wrong with costs for a module with these blocks."""
+    fix = "Measure this very module: PipelineParallel(costs=measure_costs(module, microbatch))."
+    if set(costs.blocks) != set(blocks):
+        wrong = sorted(set(costs.blocks).symmetric_difference(blocks))
+        what = f"costs are for {len(costs.blocks)} blocks, and the model has {len(blocks)}; {wrong[0]} is in one of them only."
+        return [Problem(what, fix)]
+    numbers = {**costs.blocks, "before": costs.before, "after": costs.after}
+    bad = [f"{name}: {number}" for name, number in numbers.items() if not 0 <= number < float("inf")]
+    return [Problem(f"costs have numbers that are no costs: {', '.join(bad)}.", fix)] if bad else []
+
+
+_LOOKED_AT = 512
+"""A token meets half of 512 tokens on average, in two products: with keys, and of values."""
+
+
+def _work(module: nn.Module) -> float:
+    attention = 3.0 * _LOOKED_AT * sum(map(_attention_width, _attentions(module)))
+    return attention + _matmul_work(module)
+
+
+def _attentions(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that call themselves attention and have matrices."""
+    name = type(module).__name__.lower()
+    if ("attention" in name or "attn" in name) and _attention_width(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _attentions(child)
+
+
+def _attention_width(module: nn.Module) -> int:
+    # The projections of queries and of results are square, or nearly.
+    return max((min(p.shape) for p in module.parameters() if p.ndim == 2), default=0)
 
 
 def _matmul_work(module: nn.Module) -> float:

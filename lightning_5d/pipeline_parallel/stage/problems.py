@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_5d.parallelism import Problem, raise_problems
-from lightning_5d.pipeline_parallel.stage.costs import StageCosts, estimate_costs
+from lightning_5d.pipeline_parallel.stage.costs import StageCosts, costs_problems, estimate_costs
 from lightning_5d.pipeline_parallel.stage.layout import (
     Anatomy,
     StageLayout,
@@ -42,7 +42,7 @@ def layout_of(
     Raises:
         MisconfigurationException: If it cannot be cut so; see `layout_problems`.
     """
-    raise_problems(layout_problems(module, plan, stages, split))
+    raise_problems(layout_problems(module, plan, stages, split, costs))
     anatomy = dissect(module, plan)
     sizes = sizes_of(module, anatomy, stages, split, costs)
     return StageLayout(anatomy, sizes, owners_of(module, anatomy.places, sizes))
@@ -60,7 +60,9 @@ def sizes_of(
     return tuple(int(size) for size in split)
 
 
-def layout_problems(module: nn.Module, plan: ParallelPlan, stages: int, split: Split = "even") -> list[Problem]:
+def layout_problems(
+    module: nn.Module, plan: ParallelPlan, stages: int, split: Split = "even", costs: StageCosts | None = None
+) -> list[Problem]:
     """Why a module cannot be cut into stages as asked for; empty if it can."""
     problems = _module_problems(module)
     try:
@@ -75,6 +77,7 @@ def layout_problems(module: nn.Module, plan: ParallelPlan, stages: int, split: S
         *problems,
         *_list_problems(module, plan, anatomy),
         *split_problems(len(anatomy.blocks), stages, split),
+        *([] if costs is None else costs_problems(costs, anatomy.blocks)),
     ]
 
 
