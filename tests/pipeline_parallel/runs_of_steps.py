@@ -125,7 +125,7 @@ def limits(rank: int, ranks: int) -> dict[str, Any]:
         data, val = part(26, 8, 1, 0, 1), part(10, 8, 2, 0, 1)
         shown = [trainer.validate(module, val, verbose=False)]
         trainer.fit(module, data, val)
-        if trainer.max_epochs != -1:
+        if trainer.max_epochs is not None and trainer.max_epochs != -1:
             trainer.fit_loop.max_epochs = trainer.max_epochs + 1
             trainer.fit(module, data, val)
         shown.append(trainer.test(module, val, verbose=False))

@@ -104,7 +104,7 @@ class Bar(TQDMProgressBar):
         self.shown: list[dict[str, Any]] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        self.shown.append({k: float(v) for k, v in self.get_metrics(trainer, pl_module).items() if k != "v_num"})
+        self.shown.append({k: float(str(v)) for k, v in self.get_metrics(trainer, pl_module).items() if k != "v_num"})
         super().on_train_batch_end(trainer, pl_module, *args)
 
 
@@ -125,7 +125,11 @@ class Writer(BasePredictionWriter):
 
 def part(rows: int, size: int, seed: int, data_rank: int, data_ranks: int) -> DataLoader[Tensor]:
     """This data rank's share of each of the batches of `size` that one process reads."""
-    own = [share for batch in torch.arange(rows).split(size) for share in batch.chunk(data_ranks)[data_rank].tolist()]
+    own = [
+        share
+        for batch in torch.split(torch.arange(rows), size)
+        for share in batch.chunk(data_ranks)[data_rank].tolist()
+    ]
     return DataLoader(Tokens(rows, seed=seed), size // data_ranks, sampler=own)
 
 
