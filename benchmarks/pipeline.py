@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -32,8 +31,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.contestants import trainer
 from benchmarks.decoder import SIZES, Decoder, Size
-from benchmarks.ranks import RANKS, answers_of
+from benchmarks.ranks import RANKS, answers_of, join
 
 WARM_UP = 3
 MICROBATCHES = 8
@@ -131,46 +131,12 @@ def torch_pipelining(schedule: str, chunks: int, v_shaped: bool = False) -> Call
 def five_d(schedule: str, chunks: int | None = None) -> Callable[[Size, int], Any]:
     """An ordinary LightningModule in a Trainer; returns a function that fits and calls ``tick`` after every step."""
 
-    def make(size: Size, rank: int) -> Any:
-        def fit(batches: list[tuple[Tensor, Tensor]], tick: Callable[[], None]) -> None:
-            import lightning as L
+    def strategy() -> Any:
+        from lightning_5d import FiveD, PipelineParallel
 
-            from lightning_5d import FiveD, PipelineParallel
+        return FiveD(PipelineParallel(RANKS, schedule=schedule, microbatches=MICROBATCHES, chunks=chunks))
 
-            class Module(L.LightningModule):
-                def __init__(self) -> None:
-                    super().__init__()
-                    self.decoder = _decoder(size)
-
-                def training_step(self, batch: Any, index: int) -> Tensor:
-                    loss: Tensor = self.decoder(*batch)
-                    return loss
-
-                def configure_optimizers(self) -> torch.optim.Optimizer:
-                    return _adamw(self)
-
-            class Tick(L.Callback):
-                def on_train_batch_end(self, *_: Any) -> None:
-                    tick()
-
-            warnings.simplefilter("ignore")
-            pipeline = PipelineParallel(RANKS, schedule=schedule, microbatches=MICROBATCHES, chunks=chunks)
-            L.Trainer(
-                accelerator="cpu",
-                devices=RANKS,
-                strategy=FiveD(pipeline),
-                max_steps=len(batches),
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                use_distributed_sampler=False,
-                callbacks=[Tick()],
-            ).fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))
-
-        return fit
-
-    return make
+    return lambda size, rank: trainer(strategy)(size)
 
 
 CONTESTANTS: dict[str, Callable[[Size, int], Any]] = {
@@ -213,19 +179,7 @@ def bound(name: str, size: Size) -> float:
 def run_rank(rank: int, port: int, size_name: str, name: str, steps: int, results: Any) -> None:
     """One rank of one contestant in one round: puts the seconds of a step."""
     try:
-        torch.set_num_threads(1)
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            NODE_RANK="0",
-            WORLD_SIZE=str(RANKS),
-            LOCAL_WORLD_SIZE=str(RANKS),
-            TORCHELASTIC_RUN_ID="benchmark",
-            GROUP_RANK="0",
-        )
-        dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+        join(rank, port)
         size = dataclasses.replace(SIZES[size_name], batch=MICROBATCHES)
         generator = torch.Generator().manual_seed(0)
         batches = [

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 RANKS = 2
+
+
+def join(rank: int, port: int) -> None:
+    """Makes this process, of one thread, that rank of the group, as torchrun would."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(RANKS),
+        LOCAL_WORLD_SIZE=str(RANKS),
+        TORCHELASTIC_RUN_ID="benchmark",
+        GROUP_RANK="0",
+    )
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
 
 
 def answers_of(run_rank: Callable[..., None], *arguments: Any) -> list[tuple[Any, ...]]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from benchmarks.contestants import CONTESTANTS, REFERENCES, TARGETS
 from benchmarks.decoder import SIZES
-from benchmarks.ranks import RANKS, answers_of
+from benchmarks.ranks import RANKS, answers_of, join
 
 WARM_UP = 3
 
@@ -35,19 +35,7 @@ WARM_UP = 3
 def run_rank(rank: int, port: int, size_name: str, name: str, steps: int, results: Any) -> None:
     """One rank of one contestant in one round: puts (seconds, processor seconds, peak MiB) of a step."""
     try:
-        torch.set_num_threads(1)
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            NODE_RANK="0",
-            WORLD_SIZE=str(RANKS),
-            LOCAL_WORLD_SIZE=str(RANKS),
-            TORCHELASTIC_RUN_ID="benchmark",
-            GROUP_RANK="0",
-        )
-        dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+        join(rank, port)
         size = SIZES[size_name]
         generator = torch.Generator().manual_seed(rank)
         batches = [

@@ -78,6 +78,19 @@ def global_norms(
     Raises:
         ValueError: As `global_norm` does.
     """
+    parts_G, p = _parts(groups, mesh, norm_type, extra_axes)
+    largest = math.isinf(p)
+    if mesh is not None and mesh.size("pp") > 1:
+        parts_G = _over_stages(parts_G, mesh, largest=largest)
+    elif mesh is not None and mesh.size(*AXES) > 1:
+        parts_G = _reduce(parts_G, largest=largest)
+    return parts_G if largest else parts_G.pow(1.0 / p)
+
+
+def _parts(
+    groups: Sequence[Iterable[Tensor]], mesh: ParallelMesh | None, norm_type: float, extra_axes: AxesOf | None
+) -> tuple[Tensor, float]:
+    """What this rank counts of each group, to be added up over ranks, and the p of the norm."""
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be positive (2 is usual, inf the largest element).")
@@ -90,9 +103,31 @@ def global_norms(
     device = _collective_device(mesh, kept)
     norms = _norms(kept, p, device)
     parts_G = torch.stack([_joined([norms[key] for key in group if key in norms], p, device) for group in listed])
-    if mesh is not None and mesh.size(*AXES) > 1:
-        parts_G = _reduce(parts_G, largest=math.isinf(p))
-    return parts_G if math.isinf(p) else parts_G.pow(1.0 / p)
+    return parts_G, p
+
+
+def power_of_stage(parameters: Iterable[Tensor], mesh: ParallelMesh, extra_axes: AxesOf | None = None) -> Tensor:
+    """The part of the squared 2-norm that this rank's place in the pipeline has; all ranks of that place call it together.
+
+    Added up in the order of the pipeline, from the first rank on, such parts make the square of `global_norm` to the last bit.
+
+    Args:
+        parameters: As for `global_norm`.
+        mesh: The ranks by axis.
+        extra_axes: As for `global_norm`.
+
+    Returns:
+        A 0-dim tensor, float64 where the device has it.
+    """
+    parts_G, _ = _parts([parameters], mesh, 2.0, extra_axes)
+    group = mesh.stage_group
+    if group is None:
+        return parts_G[0]
+    ranks = dist.get_process_group_ranks(group)
+    everyone = parts_G.new_empty(len(ranks), 1)
+    dist.all_gather(list(everyone.unbind()), parts_G, group=group)
+    order = [ranks.index(rank) for rank in mesh.by_stage[mesh.rank("pp")]]
+    return everyone[order].sum(0)[0]
 
 
 def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -112,8 +147,13 @@ def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) ->
     _check_bound("max_norm", max_norm)
     if math.isinf(max_norm):
         return
+    scale_gradients(parameters, clip_factor(max_norm, norm))
+
+
+def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
+    """What `clip_by_norm` multiplies gradients with: 1 if the norm is within its bound."""
     # The same small constant as torch.nn.utils.clip_grad_norm_, so that one process gives the same numbers.
-    scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 @torch.no_grad()
@@ -319,6 +359,16 @@ def _reduce(parts_G: Tensor, *, largest: bool) -> Tensor:
     sent = torch.stack([parts_G.masked_fill(missing_G, 0.0), missing_G.to(parts_G.dtype)])
     dist.all_reduce(sent, op=dist.ReduceOp.MAX)
     return sent[0].masked_fill(sent[1] > 0, math.nan)
+
+
+def _over_stages(parts_G: Tensor, mesh: ParallelMesh, *, largest: bool) -> Tensor:
+    """The same over a world with a pipeline, in the order in which `power_of_stage` travels along it: the bits are the same."""
+    everyone = parts_G.new_empty(dist.get_world_size(), len(parts_G))
+    dist.all_gather(list(everyone.unbind()), parts_G)
+    if largest:
+        return everyone.amax(0)  # of a number and NaN: NaN
+    of_stages = [everyone[ranks].sum(0) for ranks in mesh.by_stage]
+    return sum(of_stages[1:], of_stages[0])
 
 
 def _check_bound(name: str, bound: float) -> None:

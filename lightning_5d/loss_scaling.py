@@ -159,6 +159,12 @@ class LossScaler:
             still_scaled = [p for p in waiting if p.grad is not None and id(p) not in self._unscaled]
             scale_gradients(still_scaled, self.scale / before)
 
+    def take_back(self, state: Mapping[str, Any]) -> None:
+        """Goes back to a state before the last `update`, in which nothing else has changed."""
+        self.scale = float(state["scale"])
+        self.growth_tracker = int(state["growth_tracker"])
+        self.hysteresis_left = int(state["hysteresis_left"])
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on exactly where this run is."""
         return {

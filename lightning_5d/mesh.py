@@ -61,15 +61,16 @@ def resolve_sizes(world_size: int, plugins: Sequence[Parallelism]) -> tuple[dict
     sizes = {axis: fixed.get(axis, 1) for axis in AXES}
     if problems:
         return sizes, problems
-    written = " x ".join(f"{axis}={size}" for axis, size in fixed.items()) or "1"
+    written = " x ".join(f"{axis}={size}" for axis, size in fixed.items() if size > 1) or "1"
     if auto:
         if world_size % taken:
             other = nearest_divisor(world_size, taken)
             bigger = math.ceil(world_size / taken) * taken
             problems.append(
                 Problem(
-                    f"{world_size} ranks cannot be divided by {written}{f' = {taken}' if len(fixed) > 1 else ''}.",
-                    f"{other} works with {world_size} ranks, or use {bigger} ranks.",
+                    f"{world_size} ranks cannot be divided by {written}{f' = {taken}' if ' x ' in written else ''}.",
+                    f"{'' if ' x ' in written else written.partition('=')[0] + '='}{other} works with {world_size} ranks, or"
+                    f" use {bigger} ranks.",
                 )
             )
         else:
@@ -188,6 +189,23 @@ class ParallelMesh:
             return None
         mesh = self.device_mesh[axes]
         return mesh.get_group() if mesh.ndim == 1 else mesh._flatten("_".join(axes)).get_group()
+
+    @cached_property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks at the same place of the pipeline as this one, or ``None`` if alone."""
+        axes = tuple(axis for axis in AXES if axis != "pp" and self.sizes[axis] > 1)
+        if not axes:
+            return None
+        mesh = self.device_mesh[axes]
+        return mesh.get_group() if mesh.ndim == 1 else mesh._flatten("_".join(axes)).get_group()
+
+    @cached_property
+    def by_stage(self) -> list[list[int]]:
+        """The ranks of the world at each place of the pipeline."""
+        ranks = self.device_mesh.mesh
+        if "pp" not in self.names:
+            return [ranks.flatten().tolist()]
+        return [row.flatten().tolist() for row in ranks.movedim(self.names.index("pp"), 0).unbind()]
 
     def describe(self) -> str:
         """One line for the log, such as ``pp=2 x dp_shard=4 (8 ranks)``."""

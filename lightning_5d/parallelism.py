@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -110,6 +110,16 @@ class Parallelism(ABC):
         """Everything that is wrong with this plugin in this run; an empty list when nothing is."""
         return []
 
+    def short(self) -> str:
+        """As a person would write it: its first setting, and those that are not the defaults."""
+        settings: list[Field[Any]] = list(fields(self))  # type: ignore[arg-type]
+        written = [
+            f"{setting.name}={getattr(self, setting.name)!r}"
+            for index, setting in enumerate(settings)
+            if not index or getattr(self, setting.name) != setting.default
+        ]
+        return f"{type(self).__name__}({', '.join(written)})"
+
     @abstractmethod
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Applies the axis to the module, in place.
@@ -170,13 +180,14 @@ class Parallelized:
     def part_begins(self, stage: int) -> None:
         """Comes inside `scheduled` before each forward, backward or weight gradient of a part."""
 
-    def part_ends(self, stage: int, *, gradients: bool = False, complete: bool = False) -> None:
+    def part_ends(self, stage: int, *, gradients: bool = False, complete: bool = False, partly: bool = False) -> None:
         """Comes inside `scheduled` after each of them.
 
         Args:
             stage: The part's.
             gradients: A microbatch's gradients of the part's weights have been added up.
             complete: They were the last of this schedule.
+            partly: Some of them have been added up, and the others come with a later action.
         """
 
     def begin_microbatch(self, *, last: bool) -> None:

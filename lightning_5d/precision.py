@@ -266,6 +266,14 @@ class FiveDPrecision(Precision):
         finally:
             self.settle_states(optimizer)
 
+    def step_again(self, optimizer: Any, default_dtype: torch.dtype) -> None:
+        """Steps on gradients that are final, perhaps inside of a user's step, with the numbers of a step outside of it."""
+        with torch.autocast(self._device_type, enabled=False), _default_dtype(default_dtype):
+            if self.optimizer_state_dtype is not None:
+                widen_states(optimizer)
+            optimizer.step()
+            self.settle_states(optimizer)
+
     def settle_states(self, optimizer: Any) -> None:
         """Brings an optimizer's states to the dtype they rest in, if that is another than their parameters'."""
         if self.optimizer_state_dtype is not None:
@@ -291,6 +299,7 @@ class FiveDPrecision(Precision):
         # Gradients become final here, so that hooks, clipping and the step all see the same ones.
         strategy.finalize_gradients(optimizer)
         super()._after_closure(model, optimizer)
+        strategy.last_gradients_known()
         if not strategy.skipping:
             strategy.parameters_will_change()
 
@@ -317,7 +326,7 @@ class FiveDPrecision(Precision):
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
             return
         self._strategy.prepare_clipping(optimizer)
-        norm = self._strategy.norm_to_clip(optimizer, parameters)
+        norm = self._strategy.norm_to_clip(optimizer, parameters, float(clip_val))
         if self.scaler is None:  # which leaves such steps out
             self.nonfinite.look_at(norm)
         clip_by_norm(parameters, float(clip_val), norm)

@@ -2,16 +2,84 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_5d.parallelism import Parallelized
+
+if TYPE_CHECKING:
+    from lightning_5d.strategy import FiveD
+
+
+class PendingStep(ABC):
+    """An optimizer step that was made before it was known whether it had to be clipped or left out."""
+
+    @abstractmethod
+    def stands(self) -> bool:
+        """Waits for the verdict; the same on all ranks."""
+
+    @abstractmethod
+    def redo(self) -> None:
+        """Takes the step back and makes it as it should have been, inside of a step of the user."""
+
+
+class PostValidation(ABC):
+    """Steps of the optimizer that do not wait for all stages; what the strategy asks the axis that brings them.
+
+    Attributes:
+        optimistic: Whether the present optimizer step is made before all is known.
+    """
+
+    optimistic: bool = False
+
+    @abstractmethod
+    def train(self, trainer: pl.Trainer, host_group: dist.ProcessGroup) -> AbstractContextManager[None]:
+        """A context around training.
+
+        Args:
+            trainer: The Trainer.
+            host_group: All ranks, on a backend for the host.
+        """
+
+    @abstractmethod
+    def begin(self, optimizer: Any) -> None:
+        """Comes before each optimizer step, and decides whether it is optimistic."""
+
+    @abstractmethod
+    def overflow(self, found: bool) -> bool:
+        """Of an optimistic step: whether gradients of this stage are not finite on any of its ranks."""
+
+    @abstractmethod
+    def norm(self, parameters: Sequence[Tensor], bound: float) -> Tensor:
+        """Of an optimistic step: the norm of the gradients of all stages up to this one."""
+
+    @abstractmethod
+    def before_step(self) -> None:
+        """Of an optimistic step: comes right before parameters change."""
+
+    @abstractmethod
+    def after_step(self) -> None:
+        """Comes after each optimizer step and after it was counted."""
+
+    @property
+    @abstractmethod
+    def pending(self) -> PendingStep | None:
+        """The last step, while its verdict has not been read."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Makes the last step final; all ranks call it together."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forgets the last step's verdict, without waiting for anyone."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +97,7 @@ class StepRun:
             batch, returns the loss and its gradient, both 0-dim.
         around_backward: Makes the context that a backward inside the step needs; ``None`` for none.
         reseed: Gives a part of the step random numbers of its own, by name.
+        pending: The last optimizer step, if it may have to be made again.
     """
 
     kind: str
@@ -40,6 +109,7 @@ class StepRun:
     start: Callable[[Any, float], tuple[Tensor, Tensor]] | None = None
     around_backward: Callable[[], AbstractContextManager[None]] | None = None
     reseed: Callable[[str], None] | None = None
+    pending: PendingStep | None = None
 
 
 def looks_at_gradients(trainer: pl.Trainer) -> bool:
@@ -70,6 +140,10 @@ class Scheduling(Parallelized):
     @abstractmethod
     def give_gradients(self) -> list[float | None]:
         """Puts the gradients of the last training step in their place; returns the weights of its microbatches."""
+
+    def post_validation(self, strategy: FiveD) -> PostValidation | None:
+        """How optimizer steps are made without waiting for all stages; ``None`` if they wait."""
+        return None
 
     def first_weights_agree(self) -> bool:
         """Whether one rank of each data rank sees all microbatches' weights, so that the first can set their common size."""

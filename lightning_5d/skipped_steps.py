@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_5d.steps import ParallelSteps
 
 LOSS_SCALE = "loss scale"
 """The reason of a step that was left out because its gradients overflowed."""
@@ -79,3 +84,25 @@ class SkippedSteps:
         self.by_reason = dict(state["by_reason"])
         self.last = None if state["last"] is None else SkippedStep(**state["last"])
         self._in_a_row = {int(index): count for index, count in state["in_a_row"].items()}
+
+
+@contextmanager
+def holding_schedules(strategy: ParallelSteps) -> Generator[None, None, None]:
+    """Step-wise learning-rate schedules do not advance where the step was left out, whatever hook the user has for them."""
+    module = strategy.connected_module
+    step_wise = {id(config.scheduler) for config in strategy.lr_scheduler_configs if config.interval == "step"}
+    own = vars(module).get("lr_scheduler_step")
+    advance = module.lr_scheduler_step
+
+    @wraps(advance)
+    def unless_skipped(scheduler: Any, metric: Any | None) -> None:
+        if not (strategy.skipping and id(scheduler) in step_wise):
+            advance(scheduler, metric)
+
+    object.__setattr__(module, "lr_scheduler_step", unless_skipped)
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "lr_scheduler_step")
+        if own is not None:
+            object.__setattr__(module, "lr_scheduler_step", own)

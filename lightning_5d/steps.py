@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +24,8 @@ from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_l
 from lightning_5d.parallelism import Parallelized
 from lightning_5d.precision import FiveDPrecision
 from lightning_5d.random_streams import step_stream
-from lightning_5d.scheduling import Scheduling, StepRun, looks_at_gradients
-from lightning_5d.skipped_steps import LOSS_SCALE, SkippedSteps
+from lightning_5d.scheduling import PostValidation, Scheduling, StepRun, looks_at_gradients
+from lightning_5d.skipped_steps import LOSS_SCALE, SkippedSteps, holding_schedules
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -60,11 +60,14 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         self._evaluation = ExitStack()
         self.logs: LogExchange | None = None
         self._schedules = ExitStack()
+        self._post: PostValidation | None = None
 
     @override
     def on_train_start(self) -> None:
+        if self._post is not None and self.logs is not None:
+            self._schedules.enter_context(self._post.train(self.connected_module.trainer, self.logs.host_group))
         leave_out_seen(self.connected_module.trainer)
-        self._schedules.enter_context(self._holding_schedules())
+        self._schedules.enter_context(holding_schedules(self))
 
     @override
     def on_train_end(self) -> None:
@@ -165,6 +168,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
             start=self._start,
             around_backward=self._backward_context,
             reseed=reseed,
+            pending=None if self._post is None else self._post.pending,
         )
 
     @property
@@ -266,10 +270,17 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         if scaler is not None:
             finite = scaler.unscale(self.precision_plugin.main_params(optimizer))
             # Over the world and not only over the ranks that share a parameter: a stage or an expert steps with the others.
-            self.overflow = not finite if self.world_size == 1 else self.reduce_boolean_decision(not finite, all=False)
-            if self.overflow:
-                self._skip_reason = LOSS_SCALE
+            if self._post is not None and self._post.optimistic:
+                overflow = self._post.overflow(not finite)
+            else:
+                overflow = not finite if self.world_size == 1 else self.reduce_boolean_decision(not finite, all=False)
+            if overflow:
+                self.leave_out_overflow()
         self._stepping = True
+
+    def leave_out_overflow(self) -> None:
+        """Leaves the present optimizer step out, as gradients are not finite on some rank."""
+        self.overflow, self._skip_reason = True, LOSS_SCALE
 
     def prepare_clipping(self, optimizer: Any) -> None:
         """Makes the gradients of an optimizer's parameters those that its step will use; before clipping, on every rank.
@@ -328,45 +339,56 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         **kwargs: Any,
     ) -> Any:
         self.overflow, self._skip_reason = False, None
+        if self._post is not None:
+            self._post.begin(optimizer)
         try:
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._stepping = False
-        self._count(optimizer)
+        self.count_step(optimizer, self._skip_reason)
         for applied in self.parallelized:
             applied.after_optimizer_step()
+        if self._post is not None:
+            self._post.after_step()
         return result
 
-    def _count(self, optimizer: Optimizer) -> None:
+    def step_again(self, optimizer: Optimizer, default_dtype: torch.dtype) -> None:
+        """Makes a step on final gradients, without anything around it, after an optimistic one was taken back."""
+        self.parameters_will_change()
+        if isinstance(self.precision_plugin, FiveDPrecision):
+            self.precision_plugin.step_again(optimizer, default_dtype)
+        for applied in self.parallelized:
+            applied.after_optimizer_step()
+
+    def settle_step(self) -> None:
+        """Makes the last optimizer step final, for hooks that look at weights or optimizer states; all ranks call it together.
+
+        It matters under ``PipelineParallel(post_validation=True)``, between an optimizer step and the next `training_step`, and
+        does nothing otherwise. Evaluation, checkpoints, `unsharded` and `gradient_norm` do it by themselves.
+        """
+        if self._post is not None and not self._stepping:
+            self._post.settle()
+
+    def count_step(self, optimizer: Optimizer, skipped: str | None) -> None:
+        """Counts a step, and tells the loss scaler.
+
+        Args:
+            optimizer: Whose step it was.
+            skipped: Why it was left out; ``None`` if it was made.
+        """
         index = next((i for i, known in enumerate(self.optimizers) if known is optimizer), 0)
         scaler = self._scaler
-        if self._skip_reason is None:
+        if skipped is None:
             self.skipped_steps.made(index)
         else:
-            self.skipped_steps.skipped(self._skip_reason, None if scaler is None else scaler.scale, index)
+            self.skipped_steps.skipped(skipped, None if scaler is None else scaler.scale, index)
         if scaler is not None:
-            scaler.update(self.overflow, waiting=self.connected_module.parameters())
+            scaler.update(skipped == LOSS_SCALE, waiting=self.connected_module.parameters())
 
-    @contextmanager
-    def _holding_schedules(self) -> Generator[None, None, None]:
-        """Step-wise learning-rate schedules do not advance where the step was left out, whatever hook the user has for them."""
-        module = self.connected_module
-        step_wise = {id(config.scheduler) for config in self.lr_scheduler_configs if config.interval == "step"}
-        own = vars(module).get("lr_scheduler_step")
-        advance = module.lr_scheduler_step
-
-        @wraps(advance)
-        def unless_skipped(scheduler: Any, metric: Any | None) -> None:
-            if not (self.skipping and id(scheduler) in step_wise):
-                advance(scheduler, metric)
-
-        object.__setattr__(module, "lr_scheduler_step", unless_skipped)
-        try:
-            yield
-        finally:
-            object.__delattr__(module, "lr_scheduler_step")
-            if own is not None:
-                object.__setattr__(module, "lr_scheduler_step", own)
+    def last_gradients_known(self) -> None:
+        """Called by the precision plugin after hooks and clipping."""
+        if self._post is not None and self._post.optimistic:
+            self._post.before_step()
 
     def parameters_will_change(self) -> None:
         """Called by the precision plugin between the last hook on gradients and the step itself."""
@@ -385,7 +407,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
 
     def gradient_norms(self, groups: Sequence[Iterable[Tensor]], norm_type: float = 2.0) -> Tensor:
         """`gradient_norm` of several groups of parameters, shape (G,), in the one collective that one of them takes."""
-        return global_norms(groups, self.mesh, norm_type, self._gradient_axes)
+        self.settle_step()
+        return global_norms(groups, self.mesh, norm_type, self.gradient_axes)
 
     def share_norm(self, optimizer: Any, norm: Tensor) -> None:
         """Spares this step's clipping by norm the work, where a callback has just taken the 2-norm of the same gradients.
@@ -396,14 +419,17 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         """
         self._shared_norm = (unwrapped(optimizer), norm)
 
-    def norm_to_clip(self, optimizer: Any, parameters: Sequence[Tensor]) -> Tensor:
-        """The 2-norm that clipping needs: the shared one, once, or a fresh one."""
+    def norm_to_clip(self, optimizer: Any, parameters: Sequence[Tensor], bound: float) -> Tensor:
+        """The 2-norm that clipping needs: the shared one, once, or a fresh one, or of an optimistic step what is known of it."""
+        if self._post is not None and self._post.optimistic and self._stepping:
+            return self._post.norm(parameters, bound)
         shared, self._shared_norm = self._shared_norm, None
         if shared is not None and shared[0] is unwrapped(optimizer):
             return shared[1]
         return self.gradient_norm(parameters)
 
-    def _gradient_axes(self, parameter: Tensor) -> list[str] | None:
+    def gradient_axes(self, parameter: Tensor) -> list[str] | None:
+        """What all axes say about who counts a parameter's gradient; see `Parallelized.gradient_axes`."""
         axes: list[str] = []
         for applied in self.parallelized:
             of_plugin = applied.gradient_axes(parameter)
@@ -440,6 +466,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         self._uneven_prediction = False
 
     def _enter_evaluation(self, uneven: bool = False) -> None:
+        self.settle_step()
         for applied in self.parallelized:
             self._evaluation.enter_context(applied.evaluation_context(uneven=uneven))
 
@@ -450,6 +477,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         For generation or inspection in callbacks: calling the module needs no communication inside. In mixed precision the
         whole parameters are the 16-bit copies that modules compute from.
         """
+        self.settle_step()
         with ExitStack() as contexts:
             contexts.enter_context(self.precision_plugin.forward_context())
             for applied in self.parallelized:

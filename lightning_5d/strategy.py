@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import nn
 from typing_extensions import override
 
+from lightning_5d.absent import Absent
 from lightning_5d.activation_checkpointing import ActivationCheckpointing, activation_checkpointing_of, restore
 from lightning_5d.batches import even_loader
 from lightning_5d.checkpoint.full_state import contains_sharded
@@ -302,17 +303,21 @@ class FiveD(ParallelSteps):
                 self.setup_optimizers(trainer)
             raise_problems([p for applied in self.parallelized for p in applied.optimizer_problems(self.optimizers)])
         self.setup_precision_plugin()
+        scheduling = self._scheduling
+        self._post = scheduling.post_validation(self) if fitting and scheduling is not None else None
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
         if self.world_size > 1 and self.logs is None:
             self.logs = attach_logs(trainer, self.mesh, self.root_device, self._timeout)
+        if self.logs is not None:
+            self.logs.without_waiting = self._post is not None
 
     def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
         problems = []
-        if contains_sharded(module):
+        if contains_sharded(module) or any(isinstance(child, Absent) for child in module.modules()):
             problems.append(
                 Problem(
-                    "The module is already sharded, by another Trainer or by its own code.",
+                    "The module is already sharded, or cut into stages, by another Trainer or by its own code.",
                     "Go on with the same Trainer, or make a new module (its weights can come from a checkpoint).",
                 )
             )
@@ -354,6 +359,8 @@ class FiveD(ParallelSteps):
 
     @override
     def teardown(self) -> None:
+        if self._post is not None:
+            self._post.drop()
         self._evaluation.close()
         self._schedules.close()
         if self.cluster_environment is not None:
@@ -365,4 +372,4 @@ class FiveD(ParallelSteps):
             self._ranks.finish()
 
     def __repr__(self) -> str:
-        return f"FiveD({', '.join(map(repr, self.plugins))})"
+        return f"FiveD({', '.join(plugin.short() for plugin in self.plugins)})"

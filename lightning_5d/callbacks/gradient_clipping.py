@@ -311,7 +311,10 @@ class GradientClipping(L.Callback):
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         named = [(plain_name(name), parameter) for name, parameter in module.named_parameters()]
         if self._matched is None:
-            self._matched = {p for p in self.patterns.values() if any(fnmatchcase(name, p) for name, _ in named)}
+            axes = getattr(module.trainer.strategy, "parallelized", ())
+            known = [name for name, _ in named]
+            known += [name for axis in axes if (whole := axis.stages()) is not None for name in whole.first_names]
+            self._matched = {p for p in self.patterns.values() if any(fnmatchcase(name, p) for name in known)}
             missing = [pattern for pattern in self.patterns.values() if pattern not in self._matched]
             if missing:
                 rank_zero_warn(

@@ -45,6 +45,8 @@ class MemoryProfiler(L.Callback):
         ValueError: If ``steps``, ``start`` or ``resolution`` is not a whole number of at least 1.
     """
 
+    leaves_gradients_alone = True
+
     def __init__(
         self,
         folder: str | Path | None = None,

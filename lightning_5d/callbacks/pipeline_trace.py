@@ -83,6 +83,8 @@ class PipelineTrace(L.Callback):
         MisconfigurationException: With every setting that does not work.
     """
 
+    leaves_gradients_alone = True
+
     def __init__(
         self,
         steps: int | Collection[int] = (4,),

@@ -54,6 +54,8 @@ class Throughput(L.Callback):
         MisconfigurationException: With every setting that does not work.
     """
 
+    leaves_gradients_alone = True
+
     def __init__(
         self,
         window: int = 20,

@@ -52,6 +52,9 @@ class WholeCheckpoints(ParallelStrategy, ABC):
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
+    def settle_step(self) -> None:
+        """Makes the last optimizer step final, where that may still have to come."""
+
     @property
     def stages(self) -> Stages | None:
         """What joins the state of ranks that hold different stages of the module; ``None`` where each rank holds all of it."""
@@ -59,6 +62,7 @@ class WholeCheckpoints(ParallelStrategy, ABC):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.settle_step()
         gather_ranks("save_checkpoint")
         named = with_plain_names(self.connected_module.state_dict())
         if self.stages is not None:
@@ -84,6 +88,7 @@ class WholeCheckpoints(ParallelStrategy, ABC):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.settle_step()
         module, state = self.connected_module, checkpoint["state_dict"]
         if self.stages is not None:
             missing, unexpected = self.stages.missing_and_unexpected(state, module)
@@ -94,6 +99,7 @@ class WholeCheckpoints(ParallelStrategy, ABC):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.settle_step()
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self.stages is not None:
             return self.stages.optimizer_state(inner, self.connected_module, keep=self.is_global_zero)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 
 import lightning.pytorch as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
-from lightning_5d.cli.build import build
+from lightning_5d.cli.build import ImpossibleRunError, build
+from lightning_5d.mesh import DATA_AXES, resolve_sizes
 from lightning_5d.verify import verify as compare
 
 STEPS = 3
@@ -24,24 +27,34 @@ def verify(config: DictConfig) -> bool:
 
     Raises:
         ValueError: If the number of processes is not given as a number.
+        ImpossibleRunError: If the settings do not work together, or the strategy is not FiveD's.
     """
     trainer = config.trainer
     if not isinstance(trainer.devices, int):
         raise ValueError(f"trainer.devices is {trainer.devices!r}; fived verify needs a number, for example 2.")
+    if not isinstance(config.strategy, DictConfig):
+        raise ImpossibleRunError(
+            f"strategy is {config.strategy!r}, which is none of FiveD's, so there is nothing to compare. Choose one such as"
+            " strategy=zero1 or strategy=pipeline."
+        )
     L.seed_everything(config.seed, workers=True, verbose=False)
     data = build(config.data)
     data.setup("fit")
-    # More data ranks than processes there cannot be.
-    batches = list(islice(data.train_dataloader(), STEPS * trainer.devices * trainer.accumulate_grad_batches))
-    parity = compare(
-        build(config.model),
-        batches,
-        lambda: build(config.strategy),
-        devices=trainer.devices,
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        precision=build(config.precision),
-        gradient_clip_val=trainer.gradient_clip_val,
-        accelerator=trainer.accelerator,
-    )
+    sizes, _ = resolve_sizes(trainer.devices, build(config.strategy).plugins)
+    per_step = math.prod(sizes[axis] for axis in DATA_AXES) * trainer.accumulate_grad_batches
+    batches = list(islice(data.train_dataloader(), STEPS * per_step))
+    try:
+        parity = compare(
+            build(config.model),
+            batches,
+            lambda: build(config.strategy),
+            devices=trainer.devices,
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            precision=build(config.precision),
+            gradient_clip_val=trainer.gradient_clip_val,
+            accelerator=trainer.accelerator,
+        )
+    except MisconfigurationException as error:
+        raise ImpossibleRunError(str(error)) from error
     print(parity)
     return parity.passed

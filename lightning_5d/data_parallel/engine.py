@@ -64,8 +64,11 @@ class Engine:
     def part_begins(self, stage: int) -> None:
         """Call before each forward, backward or weight gradient of a part."""
 
-    def part_ends(self, stage: int, *, gradients: bool, complete: bool) -> None:
-        """Call after each of them; ``gradients``: a microbatch's have been added up; ``complete``: they were the last."""
+    def part_ends(self, stage: int, *, gradients: bool, complete: bool, partly: bool = False) -> None:
+        """Call after each of them; ``gradients``: a microbatch's have been added up; ``complete``: they were the last.
+
+        ``partly``: some of a microbatch's have been added up, and the others come later.
+        """
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -119,7 +122,7 @@ class ReplicatedEngine(Engine):
         reducer.finish()
 
     @override
-    def part_ends(self, stage: int, *, gradients: bool, complete: bool) -> None:
+    def part_ends(self, stage: int, *, gradients: bool, complete: bool, partly: bool = False) -> None:
         if complete and gradients and self._reducer is not None:
             self._reducer.part_is_complete(stage)
 

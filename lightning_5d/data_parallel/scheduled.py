@@ -85,16 +85,16 @@ class SchedulingEngine(ShardedEngine):
             self._gather(self._part_groups.own[stage])
 
     @override
-    def part_ends(self, stage: int, *, gradients: bool, complete: bool) -> None:
+    def part_ends(self, stage: int, *, gradients: bool, complete: bool, partly: bool = False) -> None:
         by_part = self._part_groups
         if by_part is None:
             return
-        if gradients:
+        if gradients or partly:
             for group in by_part.widened[stage]:
                 group.widen_gradients()
-            if self._reduces and (complete or self._each_microbatch):
-                for group in by_part.own[stage]:
-                    group.post_backward()
+        if gradients and self._reduces and (complete or self._each_microbatch):
+            for group in by_part.own[stage]:
+                group.post_backward()
         if self._regathers:
             for group in by_part.own[stage]:
                 group._to_sharded()

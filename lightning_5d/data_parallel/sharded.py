@@ -132,8 +132,8 @@ class ShardedData(Parallelized):
         self.engine.part_begins(stage)
 
     @override
-    def part_ends(self, stage: int, *, gradients: bool = False, complete: bool = False) -> None:
-        self.engine.part_ends(stage, gradients=gradients, complete=complete)
+    def part_ends(self, stage: int, *, gradients: bool = False, complete: bool = False, partly: bool = False) -> None:
+        self.engine.part_ends(stage, gradients=gradients, complete=complete, partly=partly)
 
     @override
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:

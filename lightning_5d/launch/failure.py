@@ -18,6 +18,7 @@ _LOST_PEER = (
     "Socket Timeout",
     "Timed out waiting",
     "of the data group is gone",
+    "of the pipeline is gone",
 )
 
 

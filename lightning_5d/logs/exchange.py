@@ -93,6 +93,10 @@ class LogExchange:
     mesh: ParallelMesh
     device: torch.device
     timeout: timedelta
+    without_waiting: bool = False
+    _unread: _Round | None = None
+    _uneven: set[int] = field(default_factory=set)
+    _after_news: set[int] = field(default_factory=set)
     _lists: dict[tuple[int, Point], dict[str, Declaration]] = field(default_factory=dict)
     _step: _Round | None = None
     _late: _Round | None = None
@@ -102,10 +106,10 @@ class LogExchange:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         # On the host, as flags are read there, which must not wait for a device; a group of its own, as ranks that have
         # parted would else take these messages for other ones.
-        self._host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self.timeout)
+        self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self.timeout)
         # On one host that is several times faster than gloo: a step is short, and has two messages.
         near = self._world <= _NEAR_RANKS
-        self._shared = SharedMemory.connect(self._host_group, self.timeout.total_seconds()) if near else None
+        self._shared = SharedMemory.connect(self.host_group, self.timeout.total_seconds()) if near else None
         # Replicas must count once, and a device's values need not come to the host.
         self._alone = self.mesh.replica_group is None and self.device.type == "cpu"
 
@@ -113,6 +117,7 @@ class LogExchange:
 
     def step_begins(self) -> None:
         """After a training step: its values go out."""
+        self._settle_step()
         self._settle()
         values = self._values()
         if values is not None:
@@ -122,7 +127,11 @@ class LogExchange:
         """After backward: the step's values are everyone's."""
         if self._step is not None:
             sent, self._step = self._step, None
-            self._receive(sent)
+            if self._same_on_stages(sent):
+                self._unread = sent
+                self._deliver_in_stage(sent)
+            else:
+                self._receive(sent)
 
     def batch_end(self) -> None:
         """After the hooks of a batch: what they have logged, and whether anyone wants to stop."""
@@ -151,6 +160,7 @@ class LogExchange:
     def epoch_end(self) -> None:
         """At the end of an epoch or a dataloader, before and after the hooks that may log more."""
         self.step_ends()
+        self._settle_step()
         self._settle()
         values = self._values()
         if values is None:
@@ -164,6 +174,7 @@ class LogExchange:
 
     def loop_end(self) -> None:
         """After an evaluation inside of training, whose hooks may have decided to stop."""
+        self._settle_step()
         self._settle()
         values = self._values()
         if values is not None:
@@ -199,7 +210,7 @@ class LogExchange:
         if self._shared is not None:
             work = self._shared.share(self._shared.allocate(_MESSAGE, message.dtype).copy_(message), tag=0)
         else:
-            work = dist.all_reduce(message, group=self._host_group, async_op=True)
+            work = dist.all_reduce(message, group=self.host_group, async_op=True)
         return _Round(point, values, keys, mine, place, stop, message, work)
 
     def _read(self, sent: _Round) -> None:
@@ -233,6 +244,59 @@ class LogExchange:
             # The values are gone by now, but from the next time on there is room for them.
             self._extend(late)
 
+    # [Note: values that all stages have]
+    # Every stage of a pipeline logs what the last one does in a step, so a stage needs the values of its own data ranks only.
+    # Waiting for the other stages at the end of each step would undo what a schedule without bubbles has won. So their message is read
+    # one step later: whether ranks have parted, whether there are new keys, and whether all stages have logged the same after
+    # all. If a hook logs on some stages only, this ends for the rest of the run. All ranks know the same at the same time.
+    def _same_on_stages(self, sent: _Round) -> bool:
+        """Whether this step's values can do without the other stages."""
+        if id(sent.values) in self._after_news:  # who logs the new keys is seen in a step that waits
+            self._after_news.discard(id(sent.values))
+            return False
+        return (
+            self.without_waiting
+            and id(sent.values) not in self._uneven
+            and sent.values.batches >= _DISCOVERY_BATCHES
+            and all(key.is_tensor and key.group is None for key in sent.keys)
+        )
+
+    def _deliver_in_stage(self, sent: _Round) -> None:
+        known = {key.key for key in sent.keys}
+        sent.values.hide({key for key in sent.mine if key not in known})
+        group = self.mesh.data_group
+        together = dist.get_world_size(group) > 1
+        for reduce in ("sum", "max", "min"):
+            keys = [key for key in sent.keys if key.reduce == reduce or (reduce, key.reduce) == ("sum", "mean")]
+            if not keys:
+                continue
+            rows = self._rows(keys, sent.mine)
+            sign = 1.0
+            if reduce != "sum":
+                sign = 1.0 if reduce == "max" else -1.0
+                rows[:, 1] = torch.where(rows[:, 0] > 0, rows[:, 1] * sign, -math.inf)
+            if together:
+                dist.all_reduce(rows, op=dist.ReduceOp.SUM if reduce == "sum" else dist.ReduceOp.MAX, group=group)
+            for key, (present, value, weight) in zip(keys, rows, strict=True):
+                if present > 0:
+                    value = value / weight if key.reduce == "mean" else value * sign
+                    sent.values.accept(key, value, True)
+
+    def _settle_step(self) -> None:
+        """Reads what other stages have said in the last step."""
+        if self._unread is None:
+            return
+        sent, self._unread = self._unread, None
+        self._read(sent)
+        self._look_for_uneven(sent, self._present(sent))
+        if sent.message[_NEWS]:
+            self._extend(sent)
+            self._after_news.add(id(sent.values))
+
+    def _look_for_uneven(self, sent: _Round, present: list[int]) -> None:
+        if sent.point is Point.STEP and any(count not in (0, self._world) for count in present):
+            self._uneven.add(id(sent.values))
+
     def _receive(self, sent: _Round) -> bool:
         """Waits for a message and hands out what ranks have agreed on; returns whether any rank wants to stop."""
         self._read(sent)
@@ -249,7 +313,7 @@ class LogExchange:
         mine = {key: part.declaration for key, part in sent.mine.items()}
         new = {key: declaration for key, declaration in mine.items() if not declaration.matches(agreed.get(key))}
         gathered: list[Any] = [None] * self._world
-        dist.all_gather_object(gathered, new, group=self._host_group)
+        dist.all_gather_object(gathered, new, group=self.host_group)
         by_key: dict[str, dict[str, Declaration]] = {}
         for rank, theirs in enumerate(gathered):
             for key, declaration in theirs.items():
@@ -275,6 +339,7 @@ class LogExchange:
 
     def _deliver(self, sent: _Round) -> None:
         present = self._present(sent)
+        self._look_for_uneven(sent, present)
         logged = [(key, count) for key, count in zip(sent.keys, present, strict=True) if count]
         tensors = [key for key, _ in logged if key.is_tensor]
         on_step = sent.point in (Point.STEP, Point.BATCH_END)
@@ -294,7 +359,7 @@ class LogExchange:
         counts = [int(count) for count in sent.message[_HEADER:][: 3 * min(len(sent.keys), _KEYS) : 3].tolist()]
         if len(sent.keys) > _KEYS:
             more = torch.tensor([key.key in sent.mine for key in sent.keys[_KEYS:]], dtype=torch.int64)
-            dist.all_reduce(more, group=self._host_group)
+            dist.all_reduce(more, group=self.host_group)
             counts += more.tolist()
         return counts
 
@@ -352,7 +417,7 @@ class LogExchange:
         dist.all_gather(everyone, rows)
         groups: list[Any] = [None] * self._world
         named = {key.key: mine[key.key].declaration.group for key in keys if key.key in mine}
-        dist.all_gather_object(groups, named, group=self._host_group)
+        dist.all_gather_object(groups, named, group=self.host_group)
         found = {}
         for index, key in enumerate(keys):
             ranks = named.get(key.key) or next(

@@ -42,6 +42,7 @@ class ExchangingConnector(_LoggerConnector):
 
     @override
     def epoch_end_reached(self) -> None:
+        self.trainer.strategy.settle_step()  # type: ignore[attr-defined]
         super().epoch_end_reached()
         self.exchange.epoch_end()
         results = self.trainer._results

@@ -10,6 +10,11 @@
 # signatures in the same order, so both know when. From then on nothing but tensors travels, and receives can be posted
 # ahead. A payload that does not fit what was agreed for its signature is an error on the rank that would send it.
 
+# [Note: a second start]
+# With post-validation the forwards before a rank's `Program.settles` may have run on weights that are not final. If so, every
+# rank stops there, as all hear the same, and starts again. What travels by then is known without a word: of each sender
+# exactly its messages before that point, and no rank has taken or expected another. They are received and dropped.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
@@ -35,6 +40,10 @@ if TYPE_CHECKING:
 
 _AHEAD = 2
 """Messages per sender that are expected before they are needed."""
+
+
+class StaleForwardsError(Exception):
+    """A run has ended before its first backward, as the weights it has begun with are not the final ones."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,8 @@ class _Run:
     step: Callable[..., Any]
     begin_backward: Callable[[int, Any], tuple[Tensor, Tensor] | None]
     around_backward: Callable[[], AbstractContextManager[None]]
+    confirm: Callable[[], bool] | None = None
+    tell: Callable[[dict[int, Any]], None] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     live: dict[tuple[int, int], _Live] = field(default_factory=dict)
     weights: dict[tuple[int, int], WeightQueue] = field(default_factory=dict)
@@ -152,6 +163,8 @@ class Executor:
         step: Callable[..., Any],
         begin_backward: Callable[[int, Any], tuple[Tensor, Tensor] | None],
         around_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+        confirm: Callable[[], bool] | None = None,
+        tell: Callable[[dict[int, Any]], None] | None = None,
     ) -> dict[int, Any]:
         """Runs a program.
 
@@ -162,25 +175,52 @@ class Executor:
             begin_backward: Called with a microbatch and what the step returned for it, right after its last stage's forward:
                 the loss and the gradient to start from, or ``None`` for no backward.
             around_backward: Makes the context that gradients are computed in.
+            confirm: Called after the forwards that may run on weights which are not final: says whether they were, the same
+                on all ranks.
+            tell: Called with what the step returned, as soon as it is there for all microbatches, where all of them end here.
 
         Returns:
             What the step returned, by microbatch, of those whose last stage is here.
+
+        Raises:
+            StaleForwardsError: If they were not; the run can be started again then.
         """
-        run = _Run(program, work, step, begin_backward, around_backward)
+        run = _Run(program, work, step, begin_backward, around_backward, confirm, tell)
         self._live = self.peak_live = 0
         try:
-            for each in program.steps:
+            for index, each in enumerate(program.steps):
+                if run.confirm is not None and index == program.settles:
+                    self._settle(run)
                 stage = each.action.stage
                 for begins in self._begins:
                     begins(stage)
                 self._does[each.action.kind](run, each)
                 for ends in self._ends:
-                    ends(stage, gradients=each.gradients, complete=each.complete)
+                    ends(stage, gradients=each.gradients, complete=each.complete, partly=each.partly)
             self._channels.finish()
         except BaseException as error:
             run.forget()
             raise error
         return run.outputs
+
+    def _settle(self, run: _Run) -> None:
+        confirm, run.confirm = run.confirm, None
+        if confirm is None or confirm():
+            self._tell(run)
+            return
+        for source, count in run.program.early.items():
+            while run.posted.get(source, 0) < count:
+                self._post_next(run, source)
+        for arriving in run.arriving.values():
+            arriving.wait()
+        if self.recorder is not None:
+            self.recorder.restart()
+        raise StaleForwardsError
+
+    def _tell(self, run: _Run) -> None:
+        if run.tell is not None and run.confirm is None and len(run.outputs) == run.program.microbatches:
+            tell, run.tell = run.tell, None
+            tell(run.outputs)
 
     # Actions
 
@@ -209,6 +249,7 @@ class Executor:
             live.edges = self._hand_on(run, step, result.payload)
         else:
             run.outputs[microbatch] = result.output
+            self._tell(run)
             if backward and (start := run.begin_backward(microbatch, result.output)) is not None:
                 loss, gradient = start
                 live.edges, live.loss = (get_gradient_edge(loss),), gradient
@@ -305,18 +346,18 @@ class Executor:
             return run.here.pop(message)
         mark = self.recorder.begin() if self.recorder is not None else None
         expected = run.program.incoming[source]
-        posted = run.posted.get(source, 0)
         while message not in run.arriving:
-            self._post(run, source, expected[posted])
-            posted += 1
-            run.posted[source] = posted
+            self._post_next(run, source)
         tensors = run.arriving.pop(message).wait()
         spec = self._spec(run, message)
         # Those that come next may arrive while this rank computes.
-        while posted < len(expected) and len(run.arriving) < _AHEAD and self._expected(run, expected[posted]):
-            self._post(run, source, expected[posted])
-            posted += 1
-            run.posted[source] = posted
+        limit = len(expected) if run.confirm is None else run.program.early[source]
+        while (
+            (posted := run.posted[source]) < limit
+            and len(run.arriving) < _AHEAD
+            and self._expected(run, expected[posted])
+        ):
+            self._post_next(run, source)
         if self.recorder is not None and mark is not None:
             nbytes = sum(tensor.nbytes for tensor in tensors)
             self.recorder.end(
@@ -324,7 +365,10 @@ class Executor:
             )
         return tensors, spec
 
-    def _post(self, run: _Run, source: int, message: Message) -> None:
+    def _post_next(self, run: _Run, source: int) -> None:
+        posted = run.posted.get(source, 0)
+        run.posted[source] = posted + 1
+        message = run.program.incoming[source][posted]
         if not (message.gradient or self._expected(run, message)):
             spec, outline = self._channels.receive_object(source)
             self._specs[run.place(message.stage, message.microbatch)] = spec

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized, Problem, RunContext, Size
 from lightning_5d.pipeline_parallel.schedule import Schedule
-from lightning_5d.pipeline_parallel.schedules import make_schedule
+from lightning_5d.pipeline_parallel.schedules import SCHEDULES, make_schedule
 
 if TYPE_CHECKING:
     from lightning_5d.mesh import ParallelMesh
@@ -41,6 +41,10 @@ class PipelineParallel(Parallelism):
         split_batch: Cuts a batch into at most so many smaller ones, for batches whose rows are not simply their first dimension; a
             method ``split_batch(batch, count)`` of the LightningModule does the same.
         dynamic: Shapes between stages may depend on values in the batch: costs a message per microbatch.
+        post_validation: Optimizer steps do not wait for the gradients of other stages. They are made as if nothing had to be
+            clipped or left out, and made again where that was wrong, which is known before the next backward: the results
+            are those of steps that wait. For schedules that split the backward; costs the memory of this rank's weights,
+            optimizer states and gradients once more. See `docs/post_validation.md`.
 
     Source: Huang et al., "GPipe" (2019), for the cut into microbatches; `docs/pipeline_schedules.md` names that of each schedule.
     """
@@ -57,6 +61,7 @@ class PipelineParallel(Parallelism):
     costs: StageCosts | None = None
     split_batch: Splitter | None = None
     dynamic: bool = False
+    post_validation: bool = False
 
     def mesh_sizes(self) -> dict[str, Size]:
         """The size of ``pp``."""
@@ -94,21 +99,22 @@ class PipelineParallel(Parallelism):
         try:
             schedule = self.make_schedule()
         except (ValueError, OSError) as error:
-            what, _, fix = str(error).partition("; ")
-            return [
-                Problem(
-                    f"PipelineParallel: {what};" if fix else f"PipelineParallel: {what.rstrip('.')}.",
-                    fix or "See `fived schedule --help`.",
-                )
-            ]
+            what, _, fix = str(error).rstrip(".").partition("; ")
+            said = f"{what};" if fix else f"{what}."
+            return [Problem(f"PipelineParallel: {said}", f"{fix}." if fix else "See `fived schedule --help`.")]
+        if self.post_validation and (not schedule.splits_backward or len(schedule.placement) > 1):
+            return [_not_post_validated(schedule)]
         if context.module is None:
             return split_problems(self._blocks_meant(schedule.stages), schedule.stages, self.split)
+        from lightning_5d.pipeline_parallel.compatibility import callback_problems
         from lightning_5d.pipeline_parallel.stage import layout_problems
         from lightning_5d.plan import find_plan
 
-        return layout_problems(
-            context.module, find_plan(context.module, context.plan), schedule.stages, self.split, self.costs
-        )
+        plan = find_plan(context.module, context.plan)
+        return [
+            *layout_problems(context.module, plan, schedule.stages, self.split, self.costs),
+            *(callback_problems(context.module) if self.size > 1 else []),
+        ]
 
     def _blocks_meant(self, stages: int) -> int:
         """How many blocks a module has to have for this split: what can be wrong with it before there is a module."""
@@ -129,7 +135,16 @@ class PipelineParallel(Parallelism):
         split = self._shortest(module, plan, schedule) if self.split == "even" else self.split
         layout = layout_of(module, plan, schedule.stages, split)
         cut = Cut(module, layout, schedule.stages_of(mesh.rank("pp")))
-        return Pipelined(module, cut, schedule, mesh, stages, self.split_batch, dynamic=self.dynamic)
+        return Pipelined(
+            module,
+            cut,
+            schedule,
+            mesh,
+            stages,
+            self.split_batch,
+            dynamic=self.dynamic,
+            post_validation=self.post_validation,
+        )
 
     def _shortest(self, module: nn.Module, plan: ParallelPlan, schedule: Schedule) -> Sequence[int]:
         from lightning_5d.pipeline_parallel.balance import shortest_split
@@ -139,6 +154,19 @@ class PipelineParallel(Parallelism):
         costs = self.costs or estimate_costs(module, anatomy)
         each = [costs.blocks[name] for name in anatomy.blocks]
         return shortest_split(schedule, each, costs.before, costs.after)
+
+
+def _not_post_validated(schedule: Schedule) -> Problem:
+    why = "computes each backward at once" if not schedule.splits_backward else "holds two copies of each weight"
+    fitting = [
+        name
+        for name, family in SCHEDULES.items()
+        if family.copies == 1 and family.chunks is not None and make_schedule(name, 2, 4).splits_backward
+    ]
+    return Problem(
+        f"PipelineParallel(post_validation=True) is for zero-bubble schedules, and {schedule.name} {why}.",
+        f"Use {', '.join(fitting[:-1])} or {fitting[-1]}, or leave post_validation out.",
+    )
 
 
 def _is_count(value: object) -> bool:

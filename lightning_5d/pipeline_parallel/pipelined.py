@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,17 +18,23 @@ from lightning_5d.checkpoint.stages import Stages
 from lightning_5d.mesh import ParallelMesh
 from lightning_5d.parallelism import Parallelized, Problem
 from lightning_5d.pipeline_parallel.channels import Channels
+from lightning_5d.pipeline_parallel.compatibility import split_optimizer_problems
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
-from lightning_5d.pipeline_parallel.executor import Executor, Work
+from lightning_5d.pipeline_parallel.executor import Executor, StaleForwardsError, Work
 from lightning_5d.pipeline_parallel.microbatches import Splitter, split_batch
+from lightning_5d.pipeline_parallel.post_validation import OptimisticSteps, lines_of_verdicts
 from lightning_5d.pipeline_parallel.program import Program, neighbours, program_of
 from lightning_5d.pipeline_parallel.schedule import Schedule
 from lightning_5d.pipeline_parallel.set_aside import SetAside
 from lightning_5d.pipeline_parallel.shared_weights import SharedWeights
 from lightning_5d.pipeline_parallel.sharing import SharedSteps
+from lightning_5d.pipeline_parallel.snapshot import Snapshot
 from lightning_5d.pipeline_parallel.stage import Cut
 from lightning_5d.pipeline_parallel.trace import Recorder
-from lightning_5d.scheduling import Scheduling, StepRun
+from lightning_5d.scheduling import PostValidation, Scheduling, StepRun
+
+if TYPE_CHECKING:
+    from lightning_5d.strategy import FiveD
 
 
 class Pipelined(Scheduling):
@@ -42,6 +48,7 @@ class Pipelined(Scheduling):
         stages: The names of the whole module.
         split: The user's own way to cut a batch into microbatches; a module's ``split_batch`` method if ``None`` and if it has one.
         dynamic: Whether shapes between stages may differ for inputs of equal shapes.
+        post_validation: Whether optimizer steps are made before gradients of all stages have been looked at.
 
     Attributes:
         schedule: The schedule of a training step.
@@ -60,24 +67,27 @@ class Pipelined(Scheduling):
         stages: Stages,
         split: Splitter | None = None,
         dynamic: bool = False,
+        post_validation: bool = False,
     ) -> None:
         self.schedule, self.mesh, self.cut = schedule, mesh, cut
         self.rank = mesh.rank("pp")
         self._module, self._device, self._dynamic = module, mesh.device, dynamic
         self._split: Splitter | None = split or getattr(module, "split_batch", None)
-        self._channels = Channels.open(mesh, self._device, mesh.timeout, neighbours(schedule))
+        pairs = {*neighbours(schedule), *(lines_of_verdicts(schedule.ranks) if post_validation else ())}
+        self._channels = Channels.open(mesh, self._device, mesh.timeout, pairs)
         own = [each for part in cut.parts for each in part.modules]
         # Before activation checkpointing, which keeps the forward that it finds.
         self._deferred = DeferredWeights(own) if schedule.splits_backward else None
         self._others: list[Parallelized] = []
         self._executor: Executor | None = None
-        self._shared = SharedSteps(module, mesh, self._device, mesh.timeout, own)
+        self._shared = SharedSteps(module, mesh, self._device, mesh.timeout, own, not post_validation)
         self._stages = stages
         self.shared_weights = SharedWeights(module, stages.first_names, cut.owners, schedule.placement, mesh)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._run: StepRun | None = None
         self._aside: SetAside | None = None
         self._weights: list[float | None] = []
+        self._post_validation = post_validation
 
     @override
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
@@ -143,12 +153,7 @@ class Pipelined(Scheduling):
         ]
         program = self._program(len(work), run.backward)
         aside = SetAside(list(self._module.parameters()), run.keep_gradients) if run.backward and run.first else None
-        with ExitStack() as contexts:
-            for axis in self._others:
-                contexts.enter_context(axis.scheduled(self.cut.parts, last=run.last, backward=run.backward))
-            outputs = self.executor.run(
-                program, work, step, partial(self._start, run, rows), run.around_backward or _no_context
-            )
+        outputs = self._outputs(run, program, work, step, rows)
         if aside is not None:
             aside.swap()
         self._aside = aside
@@ -156,10 +161,38 @@ class Pipelined(Scheduling):
         self._weights = merged.weights
         return merged.output
 
+    def _outputs(
+        self, run: StepRun, program: Program, work: Sequence[Work], step: Callable[..., Any], rows: Sequence[int]
+    ) -> dict[int, Any]:
+        pending = run.pending if run.backward else None
+        start, around = partial(self._start, run, rows), run.around_backward or _no_context
+        run_all = self.executor.run
+        if self._post_validation and run.backward:
+            run_all = partial(run_all, tell=partial(self._shared.tell, rows=rows))
+        if pending is not None:
+            before = Snapshot.of_buffers(self._module)
+            try:
+                return self._execute(run, partial(run_all, confirm=pending.stands), program, work, step, start, around)
+            except StaleForwardsError:
+                before.restore()
+                self._shared.discard()
+                pending.redo()
+        return self._execute(run, run_all, program, work, step, start, around)
+
+    def _execute(self, run: StepRun, execute: Callable[..., dict[int, Any]], *args: Any) -> dict[int, Any]:
+        with ExitStack() as contexts:
+            for axis in self._others:
+                contexts.enter_context(axis.scheduled(self.cut.parts, last=run.last, backward=run.backward))
+            return execute(*args)
+
+    @override
+    def post_validation(self, strategy: FiveD) -> PostValidation | None:
+        return OptimisticSteps(strategy, self._channels, self.mesh) if self._post_validation else None
+
     @override
     def give_gradients(self) -> list[float | None]:
         if self._aside is not None:
-            self._aside.put_back()
+            self._aside.put_back(self.shared_weights.owners_of)
             self._aside = None
         return self._weights
 
@@ -183,7 +216,7 @@ class Pipelined(Scheduling):
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
         # By now weights have their first values, which may have been drawn on each rank for itself.
         self.shared_weights.synchronize()
-        return self.shared_weights.settle_groups(optimizers)
+        return [*self.shared_weights.settle_groups(optimizers), *split_optimizer_problems(optimizers)]
 
     @override
     def memory(self) -> Iterable[tuple[str, Tensor]]:

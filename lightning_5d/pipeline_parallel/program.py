@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,6 +39,7 @@ class Step:
         target: The rank that its result goes to; ``None`` for this rank, or if nobody waits for it.
         gradients: Whether it makes gradients of weights.
         complete: Whether they are the last of its stage.
+        partly: Whether it may make some of them, and a later action the others.
     """
 
     action: Action
@@ -45,6 +47,7 @@ class Step:
     target: int | None
     gradients: bool
     complete: bool
+    partly: bool
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Program:
         steps: The actions of the rank in order.
         incoming: By sending rank, what comes from there, in the order in which it is sent.
         last_stage_ranks: The ranks that run the last stage, each for some of the microbatches.
+        settles: How many steps the rank can make before it must know whether the weights are final; all are forwards.
+        early: By sending rank, how many of the messages from there it sends before it must know.
     """
 
     schedule: Schedule
@@ -68,6 +73,8 @@ class Program:
     steps: tuple[Step, ...]
     incoming: dict[int, tuple[Message, ...]]
     last_stage_ranks: tuple[int, ...]
+    settles: int
+    early: dict[int, int]
 
 
 def program_of(schedule: Schedule, rank: int, microbatches: int, backward: bool) -> Program:
@@ -98,6 +105,11 @@ def program_of(schedule: Schedule, rank: int, microbatches: int, backward: bool)
             message = _result(schedule, action)
             if message is not None and sender != rank == schedule.rank_of(message.stage, message.microbatch):
                 incoming[sender].append(message)
+    settles = settling_points(schedule, rows)
+    early = {
+        sender: len({_result(schedule, action) for action in rows[sender][: settles[sender]]}.intersection(messages))
+        for sender, messages in incoming.items()
+    }
     last = {action.stage: action for action in rows[rank] if _adds_up(action)}
     last_stage = schedule.stages - 1
     return Program(
@@ -108,7 +120,36 @@ def program_of(schedule: Schedule, rank: int, microbatches: int, backward: bool)
         tuple(_step(schedule, rank, action, last) for action in rows[rank]),
         {sender: tuple(messages) for sender, messages in incoming.items()},
         tuple(sorted({schedule.rank_of(last_stage, microbatch) for microbatch in range(microbatches)})),
+        settles[rank],
+        early,
     )
+
+
+def settling_points(schedule: Schedule, rows: Sequence[Sequence[Action]]) -> list[int]:
+    """How many actions each rank can make before it must know whether the weights that they run on are final.
+
+    That is before its first backward, or before it takes what another rank has sent after that one knew: if the weights
+    were not final, that message belongs to the schedule's second start.
+
+    Args:
+        schedule: The schedule.
+        rows: The actions of each rank.
+    """
+    points = [next((i for i, action in enumerate(row) if action.kind is not Kind.FORWARD), len(row)) for row in rows]
+    places = [{action: i for i, action in enumerate(row)} for row in rows]
+    changed = True
+    while changed:
+        changed = False
+        for rank, row in enumerate(rows):
+            for index, action in enumerate(row[: points[rank]]):
+                if not action.stage:
+                    continue
+                sender = schedule.rank_of(action.stage - 1, action.microbatch)
+                before = Action(Kind.FORWARD, action.stage - 1, action.microbatch)
+                if sender != rank and places[sender][before] >= points[sender]:
+                    points[rank], changed = index, True
+                    break
+    return points
 
 
 def neighbours(schedule: Schedule) -> tuple[tuple[int, int], ...]:
@@ -131,6 +172,7 @@ def _step(schedule: Schedule, rank: int, action: Action, last: dict[int, Action]
         None if target == rank else target,
         _adds_up(action),
         last.get(action.stage) == action,
+        action.kind is Kind.INPUT_GRADIENT,
     )
 
 

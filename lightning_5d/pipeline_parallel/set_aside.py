@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -31,10 +31,14 @@ class SetAside:
             parameter.grad = old
         self._held = new
 
-    def put_back(self) -> None:
-        """After clearing: the new gradients take their place, added to what was not cleared."""
+    def put_back(self, owners: Callable[[Tensor], int]) -> None:
+        """After clearing: the new gradients take their place, added to what was not cleared.
+
+        Args:
+            owners: How many ranks will add their gradients of a parameter up. Each has all of what was not cleared.
+        """
         for parameter, gradient in zip(self._parameters, self._held, strict=True):
             if gradient is None:
                 continue
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            parameter.grad = gradient if parameter.grad is None else parameter.grad / owners(parameter) + gradient
         self._held = [None] * len(self._parameters)

@@ -149,6 +149,12 @@ class SharedMetrics:
                 for before in call.before.values():
                     before.restore()
 
+    def discard(self) -> None:
+        """Takes back what the present step has changed."""
+        for before in self._step.before.values():
+            before.restore()
+        self._step, self._batches = _Call(), {}
+
     def touch(self, metric: nn.Module) -> None:
         """Comes before a metric changes."""
         call = self._call

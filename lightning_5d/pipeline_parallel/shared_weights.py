@@ -106,6 +106,11 @@ class SharedWeights:
             known = self._known.get(id(parameter), (parameter, True))
         return ("pp",) if known[1] else None
 
+    def owners_of(self, parameter: Tensor) -> int:
+        """How many ranks of the pipeline hold a parameter of this rank."""
+        names = {name for name, found in self._parameters().items() if found is parameter}
+        return next((len(owners.ranks) for owners in self._owners if not names.isdisjoint(owners.weights)), 1)
+
     # [Note: groups of shared weights]
     # What a stage lists in `configure_optimizers` may differ between owners: a tied embedding is `embed.weight` on the first stage
     # and only `head.weight` on the last, which may be of another group, and what lists `self.embed.parameters()` finds nothing on the

@@ -21,7 +21,7 @@ from lightning_5d.logs.recording import Call, merge, recording, replay
 from lightning_5d.pipeline_parallel.containers import children, rebuilt
 from lightning_5d.pipeline_parallel.outputs import losses_of, merge_outputs, weights_of
 from lightning_5d.pipeline_parallel.shared_metrics import MetricUpdate, SharedMetrics
-from lightning_5d.pipeline_parallel.step_messages import Reader, StepMessages, Structure, Values
+from lightning_5d.pipeline_parallel.step_messages import Reader, StepMessages, Structure, Values, to_host
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -39,12 +39,10 @@ class Merged:
     Attributes:
         output: What one call over the whole batch would have returned, without a graph.
         weights: What each microbatch's step gave as its weight, or ``None``.
-        losses: The loss of each microbatch, without a graph, or ``None`` where its step returned none.
     """
 
     output: Any
     weights: list[float | None]
-    losses: list[Any]
 
 
 class SharedSteps:
@@ -65,6 +63,7 @@ class SharedSteps:
         device: Where tensors of outputs go.
         timeout: Longest wait for a message; the default is that of the run's process groups.
         of_stages: Modules that only this rank has, whose metrics are its own.
+        waiting: Whether the last stage waits for the others when it tells them.
     """
 
     def __init__(
@@ -74,12 +73,14 @@ class SharedSteps:
         device: torch.device,
         timeout: timedelta | None = None,
         of_stages: Iterable[nn.Module] = (),
+        waiting: bool = True,
     ) -> None:
         self._module, self._device = module, device
         stages = mesh.line("pp")
         ranks = dist.get_process_group_ranks(stages)
         own = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-        self._messages = StepMessages(own, stages, device)
+        self._messages = StepMessages(own, stages, device, waiting)
+        self._told: tuple[Any, Reader] | None = None
         self._metrics = SharedMetrics(module, of_stages)
         self._calls: dict[int, list[Call]] = {}
         self._loop: Any = None
@@ -88,6 +89,11 @@ class SharedSteps:
     def close(self) -> None:
         """Takes away what it has put around the module's metrics."""
         self._metrics.close()
+
+    def discard(self) -> None:
+        """Forgets what calls of the present step have logged and counted: it starts again."""
+        self._calls = {}
+        self._metrics.discard()
 
     @contextmanager
     def microbatch(self, index: int, rows: Sequence[int], *, last: bool = True) -> Generator[None, None, None]:
@@ -107,6 +113,20 @@ class SharedSteps:
                     self._calls[index] = calls
             contexts.enter_context(self._metrics.microbatch(index, rows, last))
             yield
+
+    def tell(self, outputs: Mapping[int, Any], rows: Sequence[int]) -> None:
+        """Tells the other stages already, where a single rank has run all last stages and does so before its step ends.
+
+        Args:
+            outputs: What the step returned, by microbatch.
+            rows: Rows of each microbatch.
+        """
+        try:
+            structure, values = self._prepared(outputs, self._calls, rows, alone=True, training=True)
+        except Exception:
+            return  # `finish` says so, when all are there to hear it
+        if self._messages.knows(structure) and not values.objects:
+            self._told = self._messages.send(structure, values)
 
     def finish(
         self, outputs: Mapping[int, Any], rows: Sequence[int], sources: Sequence[int], *, training: bool
@@ -128,39 +148,87 @@ class SharedSteps:
         steps: dict[int, tuple[Any, list[Call]]] = {}
         updates: list[dict[str, MetricUpdate]] = []
         calls, self._calls = self._calls, {}
+        alone = len(sources) == 1
         for source in sources:
             if source == self._messages.rank:
-                told = self._tell(outputs, calls, rows, len(sources) > 1)
+                told, self._told = self._told or self._tell(outputs, calls, rows, alone, training), None
             else:
                 told = self._messages.receive(source)
             its_steps, its_updates = self._read(*told)
             steps |= its_steps
             updates.append(its_updates)
-        missing = [index for index in range(len(rows)) if index not in steps]
+        if alone:
+            (output, weights), logged = steps[_WHOLE]
+        else:
+            (output, weights), logged = self._merge(
+                {index: step[0] for index, step in steps.items()},
+                {index: step[1] for index, step in steps.items()},
+                rows,
+                training,
+            )
+        self._metrics.apply(updates, rows, own=list(sources) == [self._messages.rank])
+        self._log(logged)
+        return Merged(output, [None] * len(rows) if weights is None else weights)
+
+    # [Note: one source]
+    # Where one rank has seen all of a step, it makes its parts one before it tells the others: a few numbers travel instead of
+    # those of each microbatch. Otherwise every stage does so, with the parts that it has been told.
+    def _merge(
+        self, outputs: Mapping[int, Any], calls: Mapping[int, list[Call]], rows: Sequence[int], training: bool
+    ) -> tuple[tuple[Any, list[float | None] | None], list[Call]]:
+        """Output and weights of a step, and its calls of `self.log`, from those of its microbatches."""
+        missing = [index for index in range(len(rows)) if index not in outputs]
         if missing:
             raise MisconfigurationException(f"No stage has the output of microbatch {missing[0]} of {len(rows)}.")
-        returned = [steps[index][0] for index in range(len(rows))]
-        weights: list[float | None] = weights_of(returned) if training else [None] * len(rows)
-        losses = losses_of(returned) if training else [None] * len(rows)
-        self._metrics.apply(updates, rows, own=list(sources) == [self._messages.rank])
-        self._log([steps[index][1] for index in range(len(rows))], rows, losses, weights)
+        returned = [outputs[index] for index in range(len(rows))]
+        weights: list[float | None] | None = weights_of(returned) if training else None
+        weighted: list[tuple[float, float]] = []
+        if weights is None or None in weights:
+            weights = None
+        else:
+            losses = losses_of(returned)
+            weighted = [(float(loss), float(weight or 0)) for loss, weight in zip(losses, weights, strict=True)]
+        parts = [calls.get(index, []) for index in range(len(rows))]
+        logged = merge(_on_host(parts), rows, weighted) if any(parts) else []
         own_way = getattr(self._module, "merge_outputs", None)
         if own_way is not None:
-            return Merged(own_way(returned, list(rows)), weights, losses)
-        return Merged(merge_outputs(returned, rows, training=training), weights, losses)
+            return (own_way(returned, list(rows)), weights), logged
+        return (merge_outputs(returned, rows, training=training), weights), logged
 
     # Telling and reading
 
     def _tell(
-        self, outputs: Mapping[int, Any], calls: Mapping[int, list[Call]], rows: Sequence[int], several: bool
+        self,
+        outputs: Mapping[int, Any],
+        calls: Mapping[int, list[Call]],
+        rows: Sequence[int],
+        alone: bool,
+        training: bool,
     ) -> tuple[Any, Reader]:
-        values = Values()
         try:
-            structure = self._put(values, outputs, calls, rows, several)
+            structure, values = self._prepared(outputs, calls, rows, alone=alone, training=training)
         except Exception as error:
             self._messages.fail(f"Rank {dist.get_rank()}: {type(error).__name__}: {error}")
             raise
         return self._messages.send(structure, values)
+
+    def _prepared(
+        self,
+        outputs: Mapping[int, Any],
+        calls: Mapping[int, list[Call]],
+        rows: Sequence[int],
+        *,
+        alone: bool,
+        training: bool,
+    ) -> tuple[Structure, Values]:
+        """What this rank has to tell, made one where it alone tells."""
+        values = Values()
+        if not self._module.trainer.predicting:
+            outputs = {index: self._plain(output, "output") for index, output in outputs.items()}
+        if alone:
+            output, logged = self._merge(outputs, calls, rows, training)
+            outputs, calls = {_WHOLE: output}, {_WHOLE: logged}
+        return self._put(values, outputs, calls, rows, not alone), values
 
     def _put(
         self,
@@ -170,10 +238,9 @@ class SharedSteps:
         rows: Sequence[int],
         several: bool,
     ) -> Structure:
-        predicting = self._module.trainer.predicting
         structure: list[Structure] = []
         for index, output in sorted(outputs.items()):
-            returned = values.put(output if predicting else self._plain(output, "output"))
+            returned = values.put(output)
             structure.append((index, returned, tuple(self._put_call(values, call) for call in calls.get(index, ()))))
         shown = {self._metrics.name_of(call.value) for part in calls.values() for call in part if _shows_batch(call)}
         for name, update in self._metrics.updates(shown, rows, several).items():
@@ -249,18 +316,12 @@ class SharedSteps:
 
     # Logging
 
-    def _log(
-        self, calls: Sequence[Sequence[Call]], rows: Sequence[int], losses: Sequence[Any], weights: Sequence[Any]
-    ) -> None:
-        trainer = self._module.trainer
-        results = trainer._results
-        if results is None or not any(calls):
+    def _log(self, calls: Sequence[Call]) -> None:
+        results = self._module.trainer._results
+        if results is None:
             return
-        weighted: list[tuple[float, float]] = []
-        if None not in weights:
-            weighted = [(float(loss), weight) for loss, weight in zip(losses, weights, strict=True)]
-        connector = trainer._logger_connector
-        for call in merge(calls, rows, weighted):
+        connector = self._module.trainer._logger_connector
+        for call in calls:
             if connector.should_reset_tensors(call.fx):  # as `self.log` does, which other stages have not called
                 results.reset(metrics=False, fx=call.fx)
             value = call.value.to(self._device) if isinstance(call.value, Tensor) else call.value
@@ -269,7 +330,26 @@ class SharedSteps:
 
 
 _HOST = torch.device("cpu")
+_WHOLE = -1
+"""In the place of a microbatch's number: all of them, made one."""
 
 
 def _shows_batch(call: Call) -> bool:
     return isinstance(call.value, Metric) and bool(call.options.get("on_step"))
+
+
+def _on_host(parts: Sequence[Sequence[Call]]) -> Sequence[Sequence[Call]]:
+    """The calls with their values on the host, for which a device is waited for once."""
+    away = [call.value for calls in parts for call in calls if isinstance(call.value, Tensor) and not call.value.is_cpu]
+    if not away:
+        return parts
+    here = iter(to_host(away))
+    return [
+        [
+            Call(call.fx, call.name, next(here), call.options)
+            if isinstance(call.value, Tensor) and not call.value.is_cpu
+            else call
+            for call in calls
+        ]
+        for calls in parts
+    ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -79,17 +80,27 @@ class Values:
         return "tensor", value.dtype, tuple(value.shape), value.device.type != "cpu"
 
     def read_scalars(self) -> list[float]:
-        """The scalars as numbers, with one wait for the device."""
+        """The scalars as numbers; the device is waited for once per dtype."""
         on_device = [
             index for index, value in enumerate(self.scalars) if isinstance(value, Tensor) and not value.is_cpu
         ]
-        numbers = [0.0 if isinstance(value, Tensor) and not value.is_cpu else float(value) for value in self.scalars]
+        scalars = list(self.scalars)
         if on_device:
-            wide = torch.float32 if self.scalars[on_device[0]].device.type == "mps" else torch.float64
-            together = torch.stack([self.scalars[index].to(wide) for index in on_device])
-            for index, number in zip(on_device, together.tolist(), strict=True):
-                numbers[index] = number
-        return numbers
+            for index, value in zip(on_device, to_host([scalars[index] for index in on_device]), strict=True):
+                scalars[index] = value
+        return [float(value) for value in scalars]
+
+
+def to_host(values: Sequence[Tensor]) -> list[Tensor]:
+    """0-dim tensors of a device on the host, with one wait for each dtype."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, value in enumerate(values):
+        by_dtype.setdefault(value.dtype, []).append(index)
+    found = list(values)
+    for same in by_dtype.values():
+        for index, value in zip(same, torch.stack([values[index] for index in same]).cpu().unbind(), strict=True):
+            found[index] = value
+    return found
 
 
 class Reader:
@@ -172,10 +183,15 @@ class StepMessages:
         group: The stages, on a backend for the host; a group of its own, as nothing else may come between its messages.
         device_group: The stages, for tensors that live on `device`; used only where that is not the host.
         device: Where tensors are put.
+        waiting: Whether `send` waits until all others have begun to receive.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device_group: dist.ProcessGroup, device: torch.device, waiting: bool = True
+    ) -> None:
         self.rank = dist.get_rank(group)
+        self._waiting = waiting
+        self._out: deque[tuple[Any, Tensor]] = deque()
         self._group, self._device_group, self._device = group, device_group, device
         self._numbers: dict[Structure, int] = {}
         self._agreed: dict[int, list[_Agreed]] = {}
@@ -223,6 +239,10 @@ class StepMessages:
                 dist.broadcast(tensor.contiguous(), group=self._device_group, group_src=self.rank)
         return structure, Reader(scalars, values.tensors, values.objects, agreed.shells, self._device)
 
+    def knows(self, structure: Structure) -> bool:
+        """Whether all stages know this structure."""
+        return structure in self._numbers
+
     def fail(self, message: str) -> None:
         """Has all other stages, which call `receive`, raise an error with this message."""
         text = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
@@ -230,6 +250,8 @@ class StepMessages:
         header[_STATUS], header[_SIZE] = _FAILED, len(text)
         self._broadcast(header)
         self._broadcast(text)
+        while self._out:  # this rank is about to end
+            self._out.popleft()[0].wait()
 
     def receive(self, source: int) -> tuple[Any, Reader]:
         """What the stage `source` of the group tells.
@@ -282,7 +304,21 @@ class StepMessages:
         return agreed, (text, objects)
 
     def _broadcast(self, tensor: Tensor, source: int | None = None) -> None:
+        if not self._waiting:
+            self._pass(tensor, source)
+            return
         dist.broadcast(tensor, group=self._group, group_src=self.rank if source is None else source)
+
+    def _pass(self, tensor: Tensor, source: int | None) -> None:
+        # One by one: in a broadcast some ranks get it from others, who may not have come so far yet.
+        if source is not None:
+            dist.recv(tensor, group=self._group, group_src=source)
+            return
+        while self._out and self._out[0][0].is_completed():
+            self._out.popleft()
+        for rank in range(dist.get_world_size(self._group)):
+            if rank != self.rank:
+                self._out.append((dist.isend(tensor, group=self._group, group_dst=rank), tensor))
 
 
 def _fits_float64(value: Tensor) -> bool:

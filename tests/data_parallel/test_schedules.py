@@ -380,7 +380,7 @@ def _through_the_axis(rank: int, stage: int) -> tuple[int, list[str], Gradients]
     after: list[str] = []
     module.register_forward_hook(lambda *_: after.append("user's"))
     hooks = list(module._forward_hooks)
-    with data.schedule(module.parts(), last=True, backward=True):
+    with data.scheduled(module.parts(), last=True, backward=True):
         inside = len(module._forward_hooks)
         losses = []
         for microbatch in range(MICROBATCHES):

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.pipeline_parallel.recorded import worst
+from tests.pipeline_parallel.runs_of_steps import STEPS, limits, steps
 from tests.pipeline_parallel.test_sharing import ONE, TRAINER, close
 from tests.pipeline_parallel.whole_runs import everything
 from tests.ranks.pool import RankPool
@@ -23,7 +25,7 @@ def one(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return rank_pool(1, everything, 1, str(folder), **ONE)[0], _table(folder)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_a_run_on_stages_shows_what_one_process_shows(
     ranks: RankPool, tmp_path: Path, one: tuple[dict[str, Any], Any], schedule: str
 ) -> None:
@@ -51,8 +53,28 @@ def test_a_run_on_stages_with_data_ranks_shows_what_one_process_shows(
     for loader, batches in enumerate(expected["predict"]):
         for number, batch in enumerate(batches):
             parts = [found[data_rank]["predict"][loader][number]["logits"] for data_rank in (0, 1)]
-            close([row for part in parts for row in part], batch["logits"])
+            close([*parts[0], *parts[1]], batch["logits"])
 
 
 def _without_steps(table: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if name != "train_accuracy_step"} for row in table]
+
+
+def test_gradients_become_steps_as_in_one_process(ranks: RankPool) -> None:
+    (expected,) = ranks(1, steps, 1, **TRAINER)
+    for world, *layout in ((2, 1, 1, "1f1b"), (4, 2, 2, "zb_v"), (2, 1, 0, "dualpipe")):
+        found = ranks(world, steps, world, *layout, **TRAINER)
+        for name in STEPS:
+            runs = [each[name] for each in found]
+            differences = worst(runs, expected[name])
+            assert max(differences.values()) < 1e-5, (layout, name, differences)
+            for run in runs:
+                assert run["steps"] == expected[name]["steps"]
+                assert run["rates"] == pytest.approx(expected[name]["rates"])
+                assert bool(any(run["before"])) == bool(expected[name]["before"]), "gradients outlive their step"
+
+
+def test_limits_of_a_run_mean_what_they_mean_in_one_process(ranks: RankPool) -> None:
+    (expected,) = ranks(1, limits, 1, **ONE)
+    for found in ranks(2, limits, 2, **TRAINER):
+        close(found, expected)

@@ -14,8 +14,8 @@ from tests.ranks.failure import RankError
 from tests.ranks.pool import RankPool
 from tests.trainers import plain, quiet
 
-TRAINER = {"backend": None, "timeout": 50.0}
-ONE = {**TRAINER, "env": {"WORLD_SIZE": None}}
+TRAINER: dict[str, Any] = {"backend": None, "timeout": 50.0}
+ONE: dict[str, Any] = {**TRAINER, "env": {"WORLD_SIZE": None}}
 
 
 def _loader(rows: int, size: int, seed: int, data_rank: int, data_ranks: int) -> DataLoader[Tensor]:

@@ -27,8 +27,8 @@ from tests.trainers import plain, quiet
 class Model(TinyLM):
     """Logs in every hook that it can, counts with torchmetrics, and returns more than a loss."""
 
-    def __init__(self, plateau: bool = False, step_wise: bool = False) -> None:
-        super().__init__(layers=4)
+    def __init__(self, plateau: bool = False, step_wise: bool = False, tied: bool = False) -> None:
+        super().__init__(layers=4, tied=tied)
         self.plateau, self.step_wise = plateau, step_wise
         self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
         self.scores = MetricCollection({"f1": MulticlassF1Score(VOCABULARY), "acc": MulticlassAccuracy(VOCABULARY)})
@@ -104,7 +104,7 @@ class Bar(TQDMProgressBar):
         self.shown: list[dict[str, Any]] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        self.shown.append({k: float(v) for k, v in self.get_metrics(trainer, pl_module).items() if k != "v_num"})
+        self.shown.append({k: float(str(v)) for k, v in self.get_metrics(trainer, pl_module).items() if k != "v_num"})
         super().on_train_batch_end(trainer, pl_module, *args)
 
 
@@ -125,14 +125,18 @@ class Writer(BasePredictionWriter):
 
 def part(rows: int, size: int, seed: int, data_rank: int, data_ranks: int) -> DataLoader[Tensor]:
     """This data rank's share of each of the batches of `size` that one process reads."""
-    own = [share for batch in torch.arange(rows).split(size) for share in batch.chunk(data_ranks)[data_rank].tolist()]
+    own = [
+        share
+        for batch in torch.split(torch.arange(rows), size)
+        for share in batch.chunk(data_ranks)[data_rank].tolist()
+    ]
     return DataLoader(Tokens(rows, seed=seed), size // data_ranks, sampler=own)
 
 
 def trainer_of(ranks: int, data_ranks: int = 1, stage: int = 1, schedule: str = "1f1b", **arguments: Any) -> L.Trainer:
     """A Trainer for one process or, inside a rank of a pool, for stages."""
     if ranks == 1:
-        return quiet(devices=1, **arguments)
+        return quiet(devices=1, use_distributed_sampler=False, **arguments)
     strategy = FiveD(ZeRO(stage=stage), PipelineParallel(ranks // data_ranks, schedule=schedule, microbatches=3))
     return quiet(strategy=strategy, devices=ranks, use_distributed_sampler=False, **arguments)
 

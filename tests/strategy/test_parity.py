@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_5d import FiveD, ZeRO
-from lightning_5d.verify import Parity, verify
+from lightning_5d.verify import Parity, Recording, compare, verify
 from tests.modules import TinyLM, batches
 from tests.ranks.pool import RankPool
 
@@ -106,3 +106,28 @@ def test_dropout_is_named_where_it_makes_a_comparison_fail(ranks: RankPool) -> N
     result = ranks(2, _noisy, 0.5, **SEPARATE)[0]
     assert not result.passed
     assert "Dropout draws other numbers" in result.table()
+
+
+def _recording(keys: float, weight: float) -> Recording:
+    """Of a fused bias: the last element is the keys', whose gradient is what rounding leaves."""
+    gradients = {"bias": torch.tensor([1.0, weight, keys])}
+    # One step of Adam: every element moves by its gradient's sign.
+    return Recording([1.0], [1.0], [gradients], {"bias": 0.1 - 1e-3 * gradients["bias"].sign()})
+
+
+@pytest.mark.parametrize(
+    ("keys", "weight", "passed"),
+    [(-2e-9, 0.5, True), (3e-9, 0.5, True), (1e-9, -0.5, False)],
+    ids=["sign of rounding", "size of rounding", "sign of a gradient"],
+)
+def test_elements_whose_gradient_is_rounding_are_not_judged(keys: float, weight: float, passed: bool) -> None:
+    rows = {row.quantity: row for row in compare(_recording(2e-9, 0.5), _recording(keys, weight), 1e-5)}
+
+    assert rows["parameter"].passed is passed
+
+
+def test_small_gradients_that_agree_are_judged() -> None:
+    one, other = _recording(1e-7, 0.5), _recording(1e-7, 0.5)
+    other.parameters["bias"][2] += 1e-3
+
+    assert not {row.quantity: row for row in compare(one, other, 1e-5)}["parameter"].passed

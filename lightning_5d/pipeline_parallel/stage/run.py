@@ -92,8 +92,9 @@ class Run:
         if self.reached:
             last = self.stage == self.layout.stages - 1
             hint = (
-                f" If it runs after the blocks, the plan has to say so: ParallelPlan(after=[{name!r}]); if it runs on both sides"
-                f" of them, ParallelPlan(before=[{name!r}], after=[{name!r}])."
+                f" If the step calls the model twice, call it once, with both inputs in one batch. If {name} runs after the blocks, the"
+                f" plan has to say so: ParallelPlan(after=[{name!r}]); if on both sides of them, ParallelPlan(before=[{name!r}],"
+                f" after=[{name!r}])."
                 if last
                 else " A module that several blocks share has to be inside of each block."
             )

@@ -89,6 +89,10 @@ class Recorder:
         """Notes that what began at ``mark`` is over; the arguments are those of `Event`."""
         self._rows.append((mark, self.begin(), kind, stage, microbatch, live, peer, nbytes))
 
+    def restart(self) -> None:
+        """Forgets all events: the step begins again."""
+        self._rows.clear()
+
     def take(self) -> tuple[Event, ...]:
         """All events so far, by the host's ``perf_counter``, in the order they began; the recorder is empty after it.
 

@@ -1,0 +1,151 @@
+"""Found by trying to break a pipeline: numbers of one process, or one clear error, never a wait."""
+
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+
+from lightning_5d import FiveD, PipelineParallel
+from lightning_5d.launch.failure import is_lost_peer
+from lightning_5d.pipeline_parallel.compatibility import callback_problems, split_optimizer_problems
+from tests.modules import Block, TinyLM, loader
+from tests.pipeline_parallel.recorded import fit, fit_alone, rows, worst
+from tests.ranks.failure import RankError
+from tests.ranks.pool import RankPool
+from tests.trainers import plain, quiet
+
+TRAINER: dict[str, Any] = {"backend": None, "timeout": 40.0}
+
+
+def _compare(ranks: RankPool, module: Any, **arguments: Any) -> None:
+    strategy = partial(FiveD, PipelineParallel(2, microbatches=4, split="blocks"))
+    data = partial(rows, 32, 8)
+    found = ranks(2, partial(fit, module=module, data=data, strategy=strategy, ranks=2, **arguments), **TRAINER)
+    differences = worst(found, fit_alone(module, data, **arguments))
+    assert max(differences.values()) < 1e-5, differences
+
+
+class Nested(Block):
+    def forward(self, x: Any) -> Any:
+        hidden, extra, nothing = x
+        return super().forward(hidden), {"count": extra["count"] + 1, "name": "constant"}, nothing
+
+
+class NestedLM(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Nested(8) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Any = (self.embed(ids), {"count": torch.zeros(len(ids), 1, 1), "name": "constant"}, None)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x[0] * x[1]["count"])
+        return logits
+
+
+def test_blocks_may_return_a_nest_of_tensors_and_constants(ranks: RankPool) -> None:
+    _compare(ranks, NestedLM)
+
+
+class Lbfgs(TinyLM):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def _fit(rank: int, module: Any, *callbacks: Any) -> dict[str, float]:
+    strategy = FiveD(PipelineParallel(2, microbatches=4, split="blocks"))
+    trainer = quiet(strategy=strategy, devices=2, callbacks=list(callbacks), use_distributed_sampler=False)
+    trainer.fit(module(), loader(16, 8))
+    return plain(trainer.callback_metrics)
+
+
+def test_lbfgs_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="LBFGS works on all gradients as one vector, and each stage has only its own"):
+        ranks(2, _fit, partial(Lbfgs, layers=4), **TRAINER)
+    assert split_optimizer_problems([torch.optim.SGD([nn.Parameter(torch.zeros(1))])]) == []
+
+
+def test_averages_of_whole_weights_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="WeightAveraging copies the whole module before it is cut"):
+        ranks(2, _fit, partial(TinyLM, layers=4), WeightAveraging(), **TRAINER)
+
+
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging(swa_lrs=0.1), BackboneFinetuning()])
+def test_callbacks_that_need_all_weights_are_named(callback: L.Callback) -> None:
+    module = TinyLM()
+    module.trainer = quiet(callbacks=[callback])
+    (problem,) = callback_problems(module)
+    assert type(callback).__name__ in problem.what
+
+
+def test_a_peer_that_is_gone_is_not_the_reason() -> None:
+    assert is_lost_peer(RuntimeError("Rank 1 of the pipeline is gone: it ended"))
+    assert not is_lost_peer(RuntimeError("a pipeline is gone"))
+
+
+class Detached(TinyLM):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            x = layer(x.detach() if number == 3 else x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a stage without gradients gets zeros, so AdamW decays weights that one process leaves"
+)
+def test_weights_without_gradient_behind_a_detach_are_left_alone(ranks: RankPool) -> None:
+    _compare(ranks, partial(Detached, layers=4))
+
+
+class LoggingBlock(Block):
+    def __init__(self, number: int, owner: Any) -> None:
+        super().__init__(8)
+        self.number, self.owner = number, [owner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.owner[0].log(f"mean{self.number}", y.mean(), batch_size=len(y))
+        return y
+
+
+class LoggingLM(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LoggingBlock(number, self) for number in range(4))
+
+
+@pytest.mark.xfail(strict=True, reason="what blocks log outside of the last stage is dropped without a word")
+def test_what_blocks_log_is_logged_or_refused(ranks: RankPool) -> None:
+    found = ranks(2, _fit, LoggingLM, **TRAINER)
+    assert {"mean0", "mean1", "mean2", "mean3"} <= set(found[0])
+
+
+class TorchClipped(TinyLM):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+@pytest.mark.xfail(strict=True, reason="torch.nn.utils.clip_grad_norm_ sees the gradients of one stage alone")
+def test_clipping_by_torch_equals_one_process(ranks: RankPool) -> None:
+    _compare(ranks, partial(TorchClipped, layers=4))
+
+
+def _two_trainers(rank: int) -> None:
+    module = TinyLM(layers=4)
+    for _ in range(2):
+        strategy = FiveD(PipelineParallel(2, microbatches=4, split="blocks"))
+        quiet(strategy=strategy, devices=2, use_distributed_sampler=False).fit(module, loader(16, 8))
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a module stays cut after its Trainer, and a second Trainer takes the stubs for blocks"
+)
+def test_one_module_may_be_trained_by_two_trainers(ranks: RankPool) -> None:
+    ranks(2, _two_trainers, **TRAINER)
