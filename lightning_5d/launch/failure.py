@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 # What gloo, NCCL and the store say when the process at the other end is gone.
 _LOST_PEER = (
     "Connection closed by peer",
+    "is gone: it ended, or closed its connections",
     "Connection reset by peer",
     "Broken pipe",
     "remote worker crashing",

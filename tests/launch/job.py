@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_5d import FiveD, ZeRO
+from lightning_5d import FiveD, PipelineParallel, ZeRO
 from lightning_5d.launch import pulse
 
 
@@ -36,6 +36,7 @@ def strike(how: str) -> None:
 
 class Data(RandomDataset):
     def __init__(self, options: argparse.Namespace) -> None:
+        torch.manual_seed(0)  # stages of a pipeline read the same
         super().__init__(32, 64)
         self.options = options
 
@@ -51,8 +52,15 @@ class Module(BoringModel):
         super().__init__()
         self.options = options
         self.blocks = torch.nn.ModuleList(
-            torch.nn.Linear(32, 32) for _ in range(2 if options.where == "forward" else 0)
+            torch.nn.Linear(32, 32) for _ in range(2 if options.where == "forward" or options.pipeline else 0)
         )
+        self.layer = self._modules.pop("layer")  # behind the blocks, as it runs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.options.pipeline:
+            for block in self.blocks:
+                x = block(x)
+        return super().forward(x)
 
     def _reach(self, place: str) -> None:
         if self.options.where == place and self.trainer.global_rank == self.options.rank:
@@ -92,16 +100,18 @@ class Module(BoringModel):
         return super().validation_step(batch, batch_idx)
 
     def _loader(self) -> DataLoader[torch.Tensor]:
-        return DataLoader(Data(self.options), num_workers=self.options.workers)
+        rows = 2 if self.options.pipeline else 1
+        return DataLoader(Data(self.options), rows, num_workers=self.options.workers)
 
     train_dataloader = val_dataloader = test_dataloader = _loader
 
 
 def trainer(options: argparse.Namespace) -> L.Trainer:
+    pipeline = (PipelineParallel(options.pipeline, microbatches=2),) if options.pipeline else ()
     return L.Trainer(
         accelerator="cpu",
         devices=options.devices,
-        strategy=FiveD(ZeRO(stage=options.stage), start_method=options.method),
+        strategy=FiveD(ZeRO(stage=options.stage), *pipeline, start_method=options.method),
         max_steps=options.steps,
         limit_val_batches=2,
         val_check_interval=3,
@@ -120,6 +130,7 @@ def main() -> None:
     parser.add_argument("--method", default="popen")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--stage", type=int, default=1)
+    parser.add_argument("--pipeline", type=int, default=0)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.0)

@@ -36,6 +36,29 @@ def test_an_exception_ends_the_job_and_is_shown_once(tmp_path: Path, where: str,
     assert job.job.left_after(1) == []
 
 
+@pytest.mark.parametrize(
+    ("where", "how", "rank", "says"),
+    [
+        ("training_step", "raise", 0, "ValueError: the planned failure"),
+        ("training_step", "kill", 1, "was killed by SIGKILL"),
+        ("training_step", "exit", 1, "ended with exit code 0 before its work was done"),
+        ("validation", "raise", 1, "ValueError: the planned failure"),
+        ("hook", "raise", 1, "ValueError: the planned failure"),
+        ("worker", "raise", 1, "ValueError: the planned failure"),
+    ],
+)
+def test_a_stage_of_a_pipeline_that_fails_ends_the_others(
+    tmp_path: Path, where: str, how: str, rank: int, says: str
+) -> None:
+    options = ("--workers", "1", "--steps", "20") if where == "worker" else ()
+    job = run(tmp_path, "--pipeline", "2", "--where", where, "--how", how, "--rank", str(rank), *options)
+    assert job.code != 0
+    assert job.seconds < 30
+    assert f"rank {rank} of 2 failed first" in job.err
+    assert says in job.err
+    assert job.job.left_after(6) == []
+
+
 @pytest.mark.parametrize("method", ["popen", "forkserver"])
 def test_a_data_worker_that_raises_ends_the_job(tmp_path: Path, method: str) -> None:
     job = run(tmp_path, "--where", "worker", "--workers", "1", "--method", method, "--steps", "20")
