@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
 
 from lightning_5d.parallelism import Problem
@@ -44,3 +48,18 @@ def callback_problems(module: nn.Module) -> list[Problem]:
         for kind, why, instead in _CALLBACKS
         if isinstance(callback, kind)
     ]
+
+
+def warn_of_differences(module: pl.LightningModule, microbatches: int) -> None:
+    """Says what of a module is another computation in microbatches, or on a stage alone."""
+    norms = sorted({type(inner).__name__ for inner in module.modules() if isinstance(inner, _BatchNorm)})
+    if norms and microbatches > 1:
+        rank_zero_warn(
+            f"{', '.join(norms)} takes its statistics from each of {microbatches} microbatches, not from the whole batch, so numbers"
+            " differ from those of one process. Normalise otherwise (LayerNorm, GroupNorm), or use microbatches=1."
+        )
+    if is_overridden("configure_gradient_clipping", module):
+        rank_zero_warn(
+            "Each rank of a pipeline holds its own stages' gradients. In configure_gradient_clipping call self.clip_gradients, or"
+            " take the norm from trainer.strategy.gradient_norm(): torch.nn.utils.clip_grad_norm_ would see one stage alone."
+        )

@@ -125,12 +125,15 @@ class PipelineParallel(Parallelism):
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Leaves on this rank the weights of its stages."""
         from lightning_5d.checkpoint.stages import Stages
+        from lightning_5d.pipeline_parallel.compatibility import warn_of_differences
         from lightning_5d.pipeline_parallel.pipelined import Pipelined
         from lightning_5d.pipeline_parallel.stage import Cut, layout_of
 
         if not isinstance(module, pl.LightningModule):
             raise TypeError(f"A pipeline cuts a LightningModule, not a {type(module).__name__}.")
         schedule = self.make_schedule()
+        if self.size > 1:
+            warn_of_differences(module, self.microbatches)
         stages = Stages.of(module, mesh)
         split = self._shortest(module, plan, schedule) if self.split == "even" else self.split
         layout = layout_of(module, plan, schedule.stages, split)

@@ -83,6 +83,7 @@ class SharedSteps:
         self._told: tuple[Any, Reader] | None = None
         self._metrics = SharedMetrics(module, of_stages)
         self._calls: dict[int, list[Call]] = {}
+        self._dropped: set[str] = set()
         self._loop: Any = None
         self._left_out: set[str] = set()
 
@@ -113,6 +114,8 @@ class SharedSteps:
                     self._calls[index] = calls
             contexts.enter_context(self._metrics.microbatch(index, rows, last))
             yield
+            if results is not None and not last:
+                self._dropped.update(call.name for call in calls)
 
     def tell(self, outputs: Mapping[int, Any], rows: Sequence[int]) -> None:
         """Tells the other stages already, where a single rank has run all last stages and does so before its step ends.
@@ -165,6 +168,12 @@ class SharedSteps:
                 {index: step[1] for index, step in steps.items()},
                 rows,
                 training,
+            )
+        dropped, self._dropped = self._dropped - {call.name for call in logged}, set()
+        if dropped:
+            raise MisconfigurationException(
+                f"{', '.join(map(repr, sorted(dropped)))} was logged before the last stage, inside of a block: only what the last stage"
+                " logs is known to all. Let the block return the value, or log it where the loss is computed."
             )
         self._metrics.apply(updates, rows, own=list(sources) == [self._messages.rank])
         self._log(logged)
