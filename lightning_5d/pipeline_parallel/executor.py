@@ -141,6 +141,8 @@ class Executor:
         self._ends = [axis.part_ends for axis in axes if type(axis).part_ends is not Parallelized.part_ends]
         self._dynamic = dynamic
         self._specs: dict[tuple[int, int, Hashable], PayloadSpec] = {}
+        # Which of the trained tensors of a payload get a gradient; the others are used behind a `detach`, or not at all.
+        self._returned: dict[tuple[int, int, Hashable], tuple[bool, ...]] = {}
         self._outlines: dict[Hashable, Any] = {}
         self.recorder: Recorder | None = None
         self.peak_live = self._live = 0
@@ -154,6 +156,7 @@ class Executor:
     def forget_shapes(self) -> None:
         """Agrees anew on all shapes and on who wants gradients; all ranks of the pipeline forget at the same point."""
         self._specs.clear()
+        self._returned.clear()
         self._outlines.clear()
 
     def run(
@@ -261,16 +264,19 @@ class Executor:
         stage, microbatch = action.stage, action.microbatch
         gradients: Sequence[Tensor]
         live = run.live.pop((stage, microbatch))
+        entries = live.edges
         if stage + 1 < run.program.schedule.stages:
             gradients, _ = self._take(run, Message(True, stage, microbatch), step.source)
+            returned = self._returned.get(run.place(stage + 1, microbatch), ())
+            entries = tuple(edge for edge, comes in zip(live.edges, returned, strict=True) if comes)
         else:
             gradients = () if live.loss is None else (live.loss,)
-        pairs = [(edge, grad) for edge, grad in zip(live.edges, gradients, strict=True) if edge is not None]
+        pairs = [(edge, grad) for edge, grad in zip(entries, gradients, strict=True) if edge is not None]
         mark = self.recorder.begin() if self.recorder is not None else None
         split = action.kind is Kind.INPUT_GRADIENT
         if pairs:
             edges, starts = [edge for edge, _ in pairs], [grad for _, grad in pairs]
-            del pairs, gradients
+            del pairs, gradients, entries
             live.edges = ()
             with run.around_backward():
                 if split and self._deferred is not None:
@@ -324,10 +330,21 @@ class Executor:
 
     def _hand_back(self, run: _Run, step: Step, received: tuple[Tensor, ...]) -> None:
         stage, microbatch = step.action.stage, step.action.microbatch
-        gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in received]
+        place = run.place(stage, microbatch)
+        agreed = self._returned.get(place)
+        if received and (agreed is None or self._dynamic):
+            agreed = self._returned[place] = tuple(tensor.grad is not None for tensor in received)
+            if step.target is not None:
+                self._channels.send_object(agreed, step.target)
+        gradients = []
+        for tensor, comes in zip(received, agreed or (), strict=True):
+            if comes:
+                gradients.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+            elif tensor.grad is not None:
+                raise ValueError(_now_used(stage))
         message = Message(True, stage - 1, microbatch)
         if step.target is None:
-            run.here[message] = gradients, self._specs[run.place(stage, microbatch)]
+            run.here[message] = gradients, self._specs[place]
         elif gradients:
             self._send(gradients, step.target, message)
 
@@ -374,13 +391,22 @@ class Executor:
             self._specs[run.place(message.stage, message.microbatch)] = spec
             self._outlines[run.work[message.microbatch].signature] = outline
         spec = self._spec(run, message)
-        leaves = spec.trained if message.gradient else spec.tensors
+        leaves = spec.tensors
+        if message.gradient:
+            place = run.place(message.stage + 1, message.microbatch)
+            if spec.trained and not self._expected(run, message):
+                self._returned[place] = self._channels.receive_object(source)
+            comes = self._returned.get(place, ())
+            leaves = tuple(leaf for leaf, does in zip(spec.trained, comes, strict=True) if does)
         shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
         run.arriving[message] = self._channels.receive(shapes, source) if shapes else _NOTHING
 
     def _expected(self, run: _Run, message: Message) -> bool:
         """Whether a message's shapes are known before it is needed."""
-        return not self._dynamic and run.place(message.stage + message.gradient, message.microbatch) in self._specs
+        place = run.place(message.stage + message.gradient, message.microbatch)
+        if self._dynamic or place not in self._specs:
+            return False
+        return not message.gradient or place in self._returned or not self._specs[place].trained
 
     def _spec(self, run: _Run, message: Message) -> PayloadSpec:
         """Of a gradient: the spec of the activation that it belongs to."""
@@ -390,6 +416,13 @@ class Executor:
         if self.recorder is not None and mark is not None:
             action = step.action
             self.recorder.end(mark, action.kind.value, action.stage, action.microbatch, self._live)
+
+
+def _now_used(stage: int) -> str:
+    return (
+        f"What stage {stage} gets from stage {stage - 1} has a gradient now, and had none the first time, for inputs of the same shapes."
+        " If that depends on values in the batch, give PipelineParallel dynamic=True."
+    )
 
 
 def _changed(stage: int, agreed: PayloadSpec, spec: PayloadSpec) -> str:
