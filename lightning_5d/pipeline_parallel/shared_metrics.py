@@ -51,6 +51,7 @@ class _Call:
     before: dict[int, _Before] = field(default_factory=dict)
     index: int | None = None
     share: float = 1.0
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class SharedMetrics:
     @contextmanager
     def microbatch(self, index: int, rows: Sequence[int], last: bool) -> Generator[None, None, None]:
         """Around one call of the user's step; what changes in it counts only on the last stage."""
-        call = _Call(self._step.before, index, rows[index] / sum(rows)) if last else _Call()
+        call = _Call(self._step.before, index, rows[index] / sum(rows), rows[index]) if last else _Call()
         self._call = call
         try:
             yield
@@ -214,7 +215,7 @@ class SharedMetrics:
                 update(*args, **kwargs)
                 return
             self.touch(metric)
-            if averages and call.index is not None and len(args) == 1 and not kwargs and _is_scalar(args[0]):
+            if averages and call.index is not None and len(args) == 1 and not kwargs and _is_mean(args[0], call.rows):
                 # The mean of a microbatch: one process would count the mean of the batch, once.
                 kwargs["weight"] = call.share
             update(*args, **kwargs)
@@ -287,8 +288,11 @@ def _set(metric: Metric, state: State, count: int) -> None:
     metric._computed = None
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+def _is_mean(value: Any, rows: int) -> bool:
+    """Whether a value speaks for all rows of a microbatch, and is not the value of its only row."""
+    if not isinstance(value, Tensor):
+        return isinstance(value, (int, float))
+    return value.dim() == 0 or (value.numel() == 1 and rows != 1)
 
 
 def _grown(old: Sequence[Any], new: Sequence[Any]) -> bool:

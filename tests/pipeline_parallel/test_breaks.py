@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_5d import FiveD, PipelineParallel
 from lightning_5d.launch.failure import is_lost_peer
@@ -144,3 +145,27 @@ def _two_trainers(rank: int) -> None:
 def test_a_module_that_is_cut_already_is_refused(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="already sharded, or cut into stages, by another Trainer"):
         ranks(2, _two_trainers, **TRAINER)
+
+
+class ByRow(TinyLM):
+    """Averages one value per row, in batches whose last one has a single row for each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.mean(self(batch[:, :-1]).mean((1, 2)))
+        self.log("mean", self.mean)
+
+
+def _validate(rank: int, strategy: Any, devices: int) -> list[float]:
+    trainer = quiet(strategy=strategy(), devices=devices, use_distributed_sampler=False)
+    (metrics,) = trainer.validate(ByRow(), loader(10, 8), verbose=False)
+    return [metrics["mean"]]
+
+
+def test_a_mean_over_rows_counts_each_row_once(ranks: RankPool) -> None:
+    pipeline = PipelineParallel(2, microbatches=3, split="blocks")
+    for (found,) in ranks(2, _validate, partial(FiveD, pipeline), 2, **TRAINER):
+        assert found == pytest.approx(_validate(0, lambda: "auto", 1)[0], rel=1e-5)
