@@ -5,6 +5,7 @@ The axes that bring these layouts do not exist yet: meshes and parameters are ma
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,19 +32,21 @@ def _with_grad(grad: Tensor) -> nn.Parameter:
 
 
 def _counted(function: Callable[[], Any]) -> tuple[Any, int]:
-    """What a function returns, and how many all-reduces it started."""
-    original, calls = dist.all_reduce, 0
+    """What a function returns, and how many all-reduces and all-gathers it started."""
+    originals, calls = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}, 0
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
+    def counting(original: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         return original(*args, **kwargs)
 
-    dist.all_reduce = counting
+    for name, original in originals.items():
+        setattr(dist, name, partial(counting, original))
     try:
         return function(), calls
     finally:
-        dist.all_reduce = original
+        for name, original in originals.items():
+            setattr(dist, name, original)
 
 
 def _tied(rank: int) -> tuple[float, float]:
