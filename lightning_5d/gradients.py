@@ -8,7 +8,8 @@ Suffixes of tensors: G groups of parameters whose norms are asked for together.
 # one stage or one expert rank alone. Of the ranks that hold the same piece exactly one counts it: the one at index 0 along
 # every axis over which the piece is replicated. The sum over the whole world is then the sum over the whole gradient,
 # whatever the meshes are, in one all-reduce of one number per group (with stages one all-gather, added up in their order: then
-# steps that do not wait for the norm have the same bits). That collective does not depend on which parameters a rank holds, so a rank without any (a stage without trained weights) takes part like the others, and all get the same bits.
+# steps that do not wait for the norm have the same bits). That collective does not depend on which parameters a rank holds, so
+# a rank without any (a stage without trained weights) takes part like the others, and all get the same bits.
 # Axes over which a piece is replicated are those of the run's mesh that neither the tensor's own mesh covers (its ranks
 # are compared with the run's, so a flattened or a hand-made mesh is as good as a named one) nor its plugin names.
 
