@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_5d import FiveD, ZeRO
-from lightning_5d.verify import Parity, Recording, compare, verify
+from lightning_5d.comparison import Recording, compare
+from lightning_5d.verify import Parity, verify
 from tests.modules import TinyLM, batches
 from tests.ranks.pool import RankPool
 
