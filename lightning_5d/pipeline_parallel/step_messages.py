@@ -209,9 +209,9 @@ class StepMessages:
         try:
             agreed, text = self._texts(structure, values, number is None)
         except Exception as error:
-            self.fail(
-                f"What a step returned or logged cannot be sent to the other stages: {type(error).__name__}: {error}"
-            )
+            what = f"What a step returned or logged cannot be sent to the other stages: {type(error).__name__}: {error}"
+            self.fail(what)
+            raise MisconfigurationException(what) from error
         scalars = values.read_scalars()
         places, size = _places(agreed, len(scalars), sum(map(len, text)))
         message = torch.zeros(_MESSAGE, dtype=torch.float64)
