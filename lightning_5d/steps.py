@@ -181,11 +181,10 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
     def _start(self, output: Any, share: float) -> tuple[Tensor, Tensor]:
         """Where the backward of a microbatch starts that a schedule runs."""
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
-        factor = share / self.connected_module.trainer.accumulate_grad_batches
         if self._weight is not None:
-            agree = self._scheduling is None or self._scheduling.first_weights_agree()
-            weight = self._window.provisional(self._weight, self.mesh.data_group, self.root_device, agree=agree)
-            factor *= weight / share
+            agree = self._scheduling is not None and self._scheduling.first_weights_agree()
+            share = self._window.provisional(self._weight, self.mesh.data_group, self.root_device, agree=agree)
+        factor = share / self.connected_module.trainer.accumulate_grad_batches
         if self._scaler is not None:
             factor *= self._scaler.scale
         if not loss.requires_grad:

@@ -75,7 +75,8 @@ class Pipelined(Scheduling):
         self._split: Splitter | None = split or getattr(module, "split_batch", None)
         pairs = {*neighbours(schedule), *(lines_of_verdicts(schedule.ranks) if post_validation else ())}
         self._channels = Channels.open(mesh, self._device, mesh.timeout, pairs)
-        own = [each for part in cut.parts for each in part.modules]
+        self._parts = cut.parts
+        own = [each for part in self._parts for each in part.modules]
         # Before activation checkpointing, which keeps the forward that it finds.
         self._deferred = DeferredWeights(own) if schedule.splits_backward else None
         self._others: list[Parallelized] = []
@@ -182,7 +183,7 @@ class Pipelined(Scheduling):
     def _execute(self, run: StepRun, execute: Callable[..., dict[int, Any]], *args: Any) -> dict[int, Any]:
         with ExitStack() as contexts:
             for axis in self._others:
-                contexts.enter_context(axis.scheduled(self.cut.parts, last=run.last, backward=run.backward))
+                contexts.enter_context(axis.scheduled(self._parts, last=run.last, backward=run.backward))
             return execute(*args)
 
     @override

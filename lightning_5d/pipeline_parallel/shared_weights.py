@@ -193,6 +193,8 @@ class SharedWeights:
         Raises:
             TypeError: For sparse gradients.
         """
+        if not self._owners:
+            return
         parameters = self._parameters()
         pending = [
             (bucket, *_send(bucket, owners.group))
