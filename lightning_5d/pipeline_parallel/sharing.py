@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,8 +55,8 @@ class SharedSteps:
     `MeanMetric` counts the means of a batch's microbatches as one, by their rows.
 
     What does not travel: anything else that a step keeps by itself, such as a list on the module or the state of a callback that it calls, stays
-    on the last stage (return it instead, and collect it in `on_train_batch_end`); calls of `self.log` that only rank 0 would make
-    (``if self.trainer.is_global_zero``), as rank 0 does not have the last stage; and metrics inside the blocks of a stage, which are its own.
+    on the last stage (return it instead, and collect it in `on_train_batch_end`), and metrics inside the blocks of a stage, which are its own.
+    A key of `self.log` that the last stage does not log (in a block before it, or only on rank 0, which does not have it) is refused.
 
     Args:
         module: The LightningModule.
@@ -154,7 +155,8 @@ class SharedSteps:
         alone = len(sources) == 1
         for source in sources:
             if source == self._messages.rank:
-                told, self._told = self._told or self._tell(outputs, calls, rows, alone, training), None
+                prepare = partial(self._prepared, outputs, calls, rows, alone=alone, training=training)
+                told, self._told = self._told or self._tell(prepare), None
             else:
                 told = self._messages.receive(source)
             its_steps, its_updates = self._read(*told)
@@ -172,8 +174,8 @@ class SharedSteps:
         dropped, self._dropped = self._dropped - {call.name for call in logged}, set()
         if dropped:
             raise MisconfigurationException(
-                f"{', '.join(map(repr, sorted(dropped)))} was logged before the last stage, inside of a block: only what the last stage"
-                " logs is known to all. Let the block return the value, or log it where the loss is computed."
+                f"{', '.join(map(repr, sorted(dropped)))} was logged before the last stage, inside of a block or on some ranks only: only"
+                " what the last stage logs is known to all. Let the block return the value, or log it where the loss is computed."
             )
         self._metrics.apply(updates, rows, own=list(sources) == [self._messages.rank])
         self._log(logged)
@@ -206,16 +208,9 @@ class SharedSteps:
 
     # Telling and reading
 
-    def _tell(
-        self,
-        outputs: Mapping[int, Any],
-        calls: Mapping[int, list[Call]],
-        rows: Sequence[int],
-        alone: bool,
-        training: bool,
-    ) -> tuple[Any, Reader]:
+    def _tell(self, prepare: Callable[[], tuple[Structure, Values]]) -> tuple[Any, Reader]:
         try:
-            structure, values = self._prepared(outputs, calls, rows, alone=alone, training=training)
+            structure, values = prepare()
         except Exception as error:
             self._messages.fail(f"Rank {dist.get_rank()}: {type(error).__name__}: {error}")
             raise
