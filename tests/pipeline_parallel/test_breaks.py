@@ -169,3 +169,39 @@ def test_a_mean_over_rows_counts_each_row_once(ranks: RankPool) -> None:
     pipeline = PipelineParallel(2, microbatches=3, split="blocks")
     for (found,) in ranks(2, _validate, partial(FiveD, pipeline), 2, **TRAINER):
         assert found == pytest.approx(_validate(0, lambda: "auto", 1)[0], rel=1e-5)
+
+
+class Thawing(TinyLM):
+    """Its first stage is frozen in the first epoch, and trained from the second one on."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self._train_start(False)
+
+    def _train_start(self, trained: bool) -> None:
+        for start in (self.embed, self.layers[0], self.layers[1]):
+            start.requires_grad_(trained)
+
+    def on_train_epoch_start(self) -> None:
+        self._train_start(self.current_epoch > 0)
+
+
+def test_a_stage_that_is_thawed_when_an_epoch_starts_gets_gradients(ranks: RankPool) -> None:
+    _compare(ranks, Thawing, max_epochs=2)
+
+
+class Unpicklable(TinyLM):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"logits": self(batch), "later": lambda: None}
+
+
+def _predict(rank: int) -> Any:
+    trainer = quiet(strategy=FiveD(PipelineParallel(2, microbatches=1, split="blocks")), devices=2)
+    return trainer.predict(Unpicklable(layers=4), loader(4, 4))
+
+
+def test_an_output_that_cannot_be_sent_is_named(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, _predict, **TRAINER)
+    assert "What a step returned or logged cannot be sent to the other stages" in str(caught.value)
+    assert "UnboundLocalError" not in str(caught.value)

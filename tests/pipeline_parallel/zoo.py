@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from tests.modules import TinyLM
 
-_SIZES = {
+SIZES = {
     "vocab_size": 31,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -21,8 +21,8 @@ _SIZES = {
 }
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "Llama": {**_SIZES, "num_key_value_heads": 1},
-    "Mixtral": {**_SIZES, "num_key_value_heads": 1, "num_local_experts": 2, "router_aux_loss_coef": 0.0},
+    "Llama": {**SIZES, "num_key_value_heads": 1},
+    "Mixtral": {**SIZES, "num_key_value_heads": 1, "num_local_experts": 2, "router_aux_loss_coef": 0.0},
     "GPT2": {
         "vocab_size": 31,
         "n_embd": 16,
@@ -33,9 +33,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
     },
-    "Bert": {**_SIZES, **_NO_DROPOUT, "num_labels": 3},
+    "Bert": {**SIZES, **_NO_DROPOUT, "num_labels": 3},
     "ViT": {
-        **{k: _SIZES[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+        **{k: SIZES[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
         **_NO_DROPOUT,
         "image_size": 8,
         "patch_size": 4,

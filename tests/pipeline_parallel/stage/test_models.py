@@ -7,15 +7,8 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from tests.pipeline_parallel.stage.pipelines import Pipeline, assert_same_gradients  # noqa: E402
+from tests.pipeline_parallel.zoo import SIZES  # noqa: E402
 
-SIZES = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 16,
-}
 GPT2 = {"vocab_size": 31, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 16}
 CAUSAL = {
     "Llama": {**SIZES, "num_key_value_heads": 1},
