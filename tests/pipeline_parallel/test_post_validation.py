@@ -146,7 +146,7 @@ def _same(
     return redone
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "zb_v"])
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "v_half", "v_min", "dualpipe_v"])
 def test_clipping_on_some_steps(ranks: RankPool, name: str) -> None:
     module = partial(Model, trouble={0: {1: 300.0, 4: 300.0}, 3: {2: 300.0}})
     assert _same(ranks, module, name=name, gradient_clip_val=5.0) == 3
