@@ -1,0 +1,1 @@
+"""The tensor and sequence axis."""
