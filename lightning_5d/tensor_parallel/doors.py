@@ -139,6 +139,7 @@ class NoteHook(CutHook):
     """Notes the length on the input of a region, where a recomputation of the region finds it."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes it."""
         place = door_of(args, kwargs)
         if place is not None:
             x = argument(args, kwargs, place)

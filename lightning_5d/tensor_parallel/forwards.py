@@ -126,6 +126,7 @@ def linear_product(module: nn.Module) -> LinearProduct | None:
 
 
 def multiplied(module: nn.Module, x: Tensor, weight: Any) -> Tensor:
+    """The product of a linear layer without its bias."""
     return x @ weight if isinstance(linear_product(module), TransposedProduct) else F.linear(x, weight)
 
 
@@ -140,4 +141,4 @@ def _left(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+    """What is left of a hook in a pickle."""

@@ -349,7 +349,7 @@ class _JoinedColumn(torch.autograd.Function):
 
 
 # What torch calls the node of `_Join` in a graph.
-_joined: Any = _Join._backward_cls  # type: ignore[attr-defined]
+_joined: Any = _Join._backward_cls
 
 
 def _input_gradient(grad: Tensor | None, shares: Sequence[_Share], axis: TensorAxis) -> Tensor:

@@ -61,11 +61,11 @@ class RowForward(LinearForward):
             x = self._own_features(x)
         pieces = None if self.sequence is None else self.sequence.pieces_of_whole(x)
         layer, (weight, bias) = self.layer, self.weight_and_bias()
-        if layer is not None and self.plain(x) and x.dtype == weight.dtype and type(x) is Tensor:
+        if layer is not None and self.plain(x) and x.dtype == weight.dtype:
             return row(x, weight, bias, layer, self.axis, pieces)
-        weight, bias = self.module.weight, self.module.bias
-        out = leave(multiplied(self.module, x, weight), self.axis, pieces)
-        return out if bias is None else out + bias.to(out.dtype)
+        module: Any = self.module
+        out = leave(multiplied(module, x, module.weight), self.axis, pieces)
+        return out if module.bias is None else out + module.bias.to(out.dtype)
 
     def _own_features(self, x: Tensor) -> Tensor:
         if self._split == "inside":

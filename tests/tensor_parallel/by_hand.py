@@ -108,5 +108,5 @@ def worst_gradient(
 
 def difference(got: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
     """The largest difference, relative to the largest value."""
-    largest = (expected if scale is None else scale).abs().max()
+    largest = (expected if scale is None else scale).detach().abs().max()
     return float((got.detach().float() - expected.detach().float()).abs().max() / largest.clamp(min=1e-12))
