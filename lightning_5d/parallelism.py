@@ -120,6 +120,10 @@ class Parallelism(ABC):
         ]
         return f"{type(self).__name__}({', '.join(written)})"
 
+    def surveyed(self, module: nn.Module, plan: ParallelPlan) -> Parallelism:
+        """The plugin whose `parallelize` is called, now that the whole module is known, before any axis changes it; itself by default."""
+        return self
+
     @abstractmethod
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Applies the axis to the module, in place.
@@ -202,7 +206,7 @@ class Parallelized:
         return loss
 
     def after_backward(self) -> None:
-        """Comes after each backward, before anybody may look at gradients."""
+        """Comes after each backward, before anybody may look at gradients; the innermost axis first."""
 
     def before_optimizer_step(self) -> None:
         """Comes right before parameters change."""

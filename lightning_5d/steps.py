@@ -232,7 +232,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         for applied in self.parallelized:
             loss = applied.before_backward(loss)
         precision.backward(loss, module, optimizer, *args, **kwargs)
-        for applied in self.parallelized:
+        for applied in reversed(self.parallelized):
             applied.after_backward()
         if module.automatic_optimization and self.logs is not None:
             self.logs.step_ends()
