@@ -19,7 +19,7 @@ from lightning_5d.tensor_parallel.partial import norms_over_cut, own_modules, pa
 from lightning_5d.tensor_parallel.problems import generic
 from lightning_5d.tensor_parallel.report import reported
 from lightning_5d.tensor_parallel.rows import Rows, even
-from lightning_5d.tensor_parallel.sequence import find_sequence
+from lightning_5d.tensor_parallel.sequence_bounds import find_sequence
 from lightning_5d.tensor_parallel.shards import features, head_rows, padded
 from lightning_5d.tensor_parallel.survey import Survey, survey
 
