@@ -349,7 +349,7 @@ class FiveD(ParallelSteps):
         for applied in self.parallelized:
             applied.all_at_work(self.parallelized)
         if meta_tensors(module):
-            materialize(module, self.root_device)
+            materialize(module, self.root_device, forms=self.forms.by_name)
         self._setup_module = module
         point_metrics_to(module, self.mesh.data_group)
 
