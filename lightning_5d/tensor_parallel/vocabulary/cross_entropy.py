@@ -226,7 +226,7 @@ class _CrossEntropy(torch.autograd.Function):
             if not in_place:
                 result_Nn[rows, :held] = block
         ends = [size for d, size in enumerate(local.shape) if d != ctx.dim]
-        result = result_Nn.view(*ends, -1).movedim(-1, ctx.dim)
+        result = result_Nn.view(*ends, local.shape[ctx.dim]).movedim(-1, ctx.dim)
         return ctx.like(result), None, None, None, None, None, None
 
 
