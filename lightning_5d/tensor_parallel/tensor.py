@@ -100,7 +100,9 @@ class _Surveyed(TensorParallel):
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         from lightning_5d.tensor_parallel.sharded import ShardedLayers
 
-        return ShardedLayers(module, self.layout, mesh, sequence_parallel=self.sequence_parallel)
+        return ShardedLayers(
+            module, self.layout, mesh, sequence_parallel=self.sequence_parallel, compute=dtypes.compute
+        )
 
 
 def _is_count(value: object) -> bool:
