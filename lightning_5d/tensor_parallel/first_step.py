@@ -22,7 +22,15 @@ from lightning_5d.absent import Absent
 from lightning_5d.names import plain_name
 from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.gradient_agreement import compare as compare_gradients
-from lightning_5d.tensor_parallel.head_sizes import Heads, WholeRegion, compare, heads_of, outlined, whole_regions
+from lightning_5d.tensor_parallel.head_sizes import (
+    Heads,
+    WholeRegion,
+    compare,
+    heads_of,
+    lengthened,
+    outlined,
+    whole_regions,
+)
 from lightning_5d.tensor_parallel.layout import TensorLayout
 from lightning_5d.tensor_parallel.running import Running, calling_line, came_between_ranks
 from lightning_5d.tensor_parallel.sequence_mixing import mixes_positions
@@ -151,10 +159,9 @@ class _Watch(TorchFunctionMode):
             for found in self._heads.values():
                 found.append(heads)
         output = func(*args, **kwargs)
-        if torch._C._current_autograd_node() is None:  # what backward does is not the user's code
-            self._uses.look(func, args, kwargs, output, self._running)
-            if self._length is not None:
-                self._look_at_sequence(func, args, kwargs)
+        self._uses.look(func, args, kwargs, output, self._running)
+        if self._length is not None:
+            self._look_at_sequence(func, args, kwargs)
         return output
 
     def explain(self, error: Exception) -> None:
@@ -163,7 +170,12 @@ class _Watch(TorchFunctionMode):
             return
         for name in reversed(self._running.names):
             if name in self._whole:
-                raise MisconfigurationException(self._of_region(name, error)) from error
+                whole = self._run_whole(name, self._heads.get(name))
+                if type(whole) is type(error):
+                    return  # it has nothing to do with the cut
+                raise MisconfigurationException(
+                    self._of_region(name, error, whole if isinstance(whole, list) else [])
+                ) from error
             if name in self._cut:
                 raise MisconfigurationException(
                     f"{self._named(name)} failed in its first run with sequence_parallel=True, where it gets {self._length} positions of the"
@@ -171,10 +183,8 @@ class _Watch(TorchFunctionMode):
                     " of attention and feed-forward layers, use TensorParallel without sequence_parallel."
                 ) from error
 
-    def _of_region(self, name: str, error: Exception) -> str:
-        whole = self._whole[name]
-        heads = self._run_whole(name) or []
-        suspects = whole.suspects(heads)
+    def _of_region(self, name: str, error: Exception, heads: list[Heads]) -> str:
+        suspects = self._whole[name].suspects(heads)
         counts = f" The whole has {heads[0].count} heads." if heads else ""
         return (
             f"{self._named(name)} failed in its first run on its part of the features ({self._size} ranks of the tensor axis):"
@@ -227,9 +237,9 @@ class _Watch(TorchFunctionMode):
                 self._length = None
         here = self._heads.pop(name, None)
         if here:
-            whole = self._run_whole(name)
+            whole = self._run_whole(name, here)
             self._checked.add(self._whole[name].key)
-            different = None if whole is None else compare(here, whole, self._size)
+            different = compare(here, whole) if isinstance(whole, list) else None
             if different is not None:
                 raise MisconfigurationException(self._of_heads(name, *different))
         self._inputs.pop(name, None)
@@ -249,14 +259,17 @@ class _Watch(TorchFunctionMode):
             " x.view(B, T, -1, head_size), or take its layers out of the plan of TensorParallel."
         )
 
-    def _run_whole(self, name: str) -> list[Heads] | None:
+    def _run_whole(self, name: str, here: list[Heads] | None) -> list[Heads] | Exception | None:
         if name not in self._inputs:
             return None
+        inputs = self._inputs[name]
+        if self._length is not None and name in self._doors:
+            inputs = lengthened(inputs, here[0].length if here else self._length * self._size)
         watched = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
         if watched:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
-            return self._whole[name].run(self._module.get_submodule(name), *self._inputs[name])
+            return self._whole[name].run(self._module.get_submodule(name), *inputs)
         finally:
             if watched:
                 self.__enter__()  # type: ignore[no-untyped-call]

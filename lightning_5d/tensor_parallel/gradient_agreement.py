@@ -43,7 +43,6 @@ def compare(
         local = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach().float()
         total, size = local.sum(), local.abs().sum()
         row[:] = torch.stack([total, -total, size, -size, size.isfinite().logical_not().float(), torch.ones_like(size)])
-    rows[:, :4].nan_to_num_(0.0, 0.0, 0.0)
     rows = axis.sum(rows, "max").cpu() if len(rows) else rows.cpu()
     spread = torch.maximum(rows[:, 0] + rows[:, 1], rows[:, 2] + rows[:, 3])
     relative = torch.where(rows[:, 4] > 0, 0.0, spread / rows[:, 2].clamp(min=1e-30))

@@ -8,9 +8,11 @@ without values, on inputs of the same shapes.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,22 +38,24 @@ class Heads:
     Attributes:
         count: How many.
         size: Features of each; ``None`` where only the scores were seen.
+        length: Positions that ask.
     """
 
     count: int
     size: int | None
+    length: int
 
 
 def heads_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Heads | None:
     """The heads that an operation works on; ``None`` if it is no attention, as far as can be seen."""
     if func is F.scaled_dot_product_attention:
         query = args[0] if args else kwargs["query"]
-        return Heads(_count(query), query.shape[-1])
+        return Heads(_count(query), query.shape[-1], query.shape[-2])
     if func in _SOFTMAX:
         scores = args[0] if args else kwargs["input"]
         # (B, N, T, S), or (B * N, T, T): scores of a router are (tokens, experts) or (B, T, experts).
         if scores.ndim >= 4 or (scores.ndim == 3 and scores.shape[-1] == scores.shape[-2]):
-            return Heads(_count(scores), None)
+            return Heads(_count(scores), None, scores.shape[-2])
     return None
 
 
@@ -91,8 +95,8 @@ class WholeRegion:
         chosen = {key: value for key, value in self._numbers.items() if value in counts} or self._numbers
         return ", ".join(f"{key}={value}" for key, value in sorted(chosen.items()))
 
-    def run(self, module: nn.Module, args: Any, kwargs: Any) -> list[Heads] | None:
-        """The heads of each call of attention in the whole region; ``None`` if it does not run without values.
+    def run(self, module: nn.Module, args: Any, kwargs: Any) -> list[Heads] | Exception:
+        """The heads of each call of attention in the whole region; an error if it does not run, or not without values.
 
         Args:
             module: The region's module, for dtypes and the device.
@@ -103,7 +107,7 @@ class WholeRegion:
         recorder = Recorder()
         try:
             # Private; checked with torch 2.13. Nobody else knows the shapes of any operation on any device.
-            with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), recorder:
+            with _quietly(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), recorder:
                 for name, shape in self._shapes.items():
                     owner, _, attribute = name.rpartition(".")
                     like = now[name]
@@ -112,9 +116,19 @@ class WholeRegion:
                 self._hollow.train(module.training)
                 full = tree_map(lambda leaf: _empty(leaf, now), (args, kwargs))
                 self._hollow(*full[0], **full[1])
-        except Exception:  # whatever the user's code cannot do without values
-            return None
+        except Exception as error:  # whatever the user's code cannot do without values
+            return error
         return recorder.found
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True  # it would print a trace for an error that is caught
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def outlined(args: Any, kwargs: Any) -> Any:
@@ -125,8 +139,26 @@ def outlined(args: Any, kwargs: Any) -> Any:
     )
 
 
-def compare(here: Sequence[Heads], whole: Sequence[Heads], size: int) -> tuple[Heads, Heads] | None:
-    """The first call of attention whose heads are not `size` times fewer, and of the same size, as in the whole region."""
+def lengthened(outline: Any, length: int) -> Any:
+    """Arguments, as `outlined`, of which the first tensor, or ``hidden_states``, has another length.
+
+    With sequence parallelism a region gets its part of the sequence, and makes it whole behind its door.
+    """
+    args, kwargs = outline
+
+    def longer(leaf: Any) -> Any:
+        return TensorOutline((leaf.shape[0], length, *leaf.shape[2:]), leaf.dtype)
+
+    for place, leaf in enumerate(args):
+        if isinstance(leaf, TensorOutline):
+            return (*args[:place], longer(leaf), *args[place + 1 :]), kwargs
+    name = next((name for name, leaf in kwargs.items() if isinstance(leaf, TensorOutline)), "")
+    name = "hidden_states" if isinstance(kwargs.get("hidden_states"), TensorOutline) else name
+    return args, {**kwargs, name: longer(kwargs[name])} if name else kwargs
+
+
+def compare(here: Sequence[Heads], whole: Sequence[Heads]) -> tuple[Heads, Heads] | None:
+    """The first call of attention whose heads are of another size, or as many, as in the whole region."""
     if len(here) != len(whole):
         return None
     for found, expected in zip(here, whole, strict=True):

@@ -84,7 +84,9 @@ class RandomRegions:
         for region in layout.regions:
             if any(region.name == name or region.name.startswith(f"{name}.") for name in cut):
                 continue
-            self._between_layers(module, region.name, region.columns, region.rows)
+            # Where features are made whole again at once, ranks go on with the same.
+            columns = [name for name in region.columns if name not in layout.gathered]
+            self._between_layers(module, region.name, columns, region.rows)
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ class Attention(nn.Module):
     def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        x = x + shift
         q, k, v = self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
@@ -51,7 +53,8 @@ class Block(nn.Module):
         self.norm, self.attn = nn.LayerNorm(WIDTH), attention()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.attn(self.norm(x))
+        shift = x.new_zeros(1, LENGTH, WIDTH)  # as positions, which a model makes for the whole sequence
+        return x + self.attn(self.norm(x), shift)
 
 
 class Model(nn.Module):
@@ -84,6 +87,10 @@ def layout(sequence: bool = False) -> TensorLayout:
     return TensorLayout(tuple(regions), ("embed",), ("head",), weights=weights, partial=partial, sequence=cut)
 
 
+def _with_whole_sequence(forward: Callable[..., Tensor], x: Tensor, *rest: Tensor) -> Tensor:
+    return forward(x.repeat(1, 2, 1), *rest)
+
+
 def installed(model: nn.Module, plan: TensorLayout) -> FirstStep:
     """Guards of a model of which rank 0 of 2 then has its part; with a sequence each rank gets half of it."""
     guards = FirstStep(model, plan, Two())  # type: ignore[arg-type]
@@ -95,9 +102,9 @@ def installed(model: nn.Module, plan: TensorLayout) -> FirstStep:
         first = model.get_submodule(plan.sequence.blocks[0])
         first.register_forward_pre_hook(lambda _, args: (args[0][:, : LENGTH // 2], *args[1:]))
         for region in plan.regions:
-            model.get_submodule(region.name).register_forward_pre_hook(
-                lambda _, args: (args[0].repeat(1, 2, 1), *args[1:])
-            )
+            module = model.get_submodule(region.name)
+            # As the real one: behind all hooks.
+            module.__dict__["forward"] = partial(_with_whole_sequence, module.forward)
             model.get_submodule(region.rows[0]).register_forward_hook(lambda _, args, out: out[:, : LENGTH // 2])
     return guards
 
@@ -146,8 +153,8 @@ def test_an_output_layer_made_of_the_embeddings_weight_is_named_as_that() -> Non
 
 
 class BesideItsModule(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(super().forward(x)[..., : WIDTH // 2], self.out.weight)
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return F.linear(super().forward(x, shift)[..., : WIDTH // 2], self.out.weight)
 
 
 @pytest.mark.parametrize("kind", ["train", "validate"])
@@ -160,6 +167,7 @@ def test_a_row_layers_weight_in_its_parents_forward_is_refused_in_every_kind_of_
 
 def test_shapes_dtypes_and_averages_of_cut_weights_are_nobodys_fault() -> None:
     model, other = Model(), Model()
+    installed(other, layout())
 
     def run() -> None:
         out = model(IDS)
@@ -168,9 +176,8 @@ def test_shapes_dtypes_and_averages_of_cut_weights_are_nobodys_fault() -> None:
         model.head.weight.new_zeros(3)
         with torch.no_grad():
             for mine, others in zip(model.parameters(), other.parameters(), strict=True):
-                if mine.shape == others.shape:
-                    others.lerp_(mine, 0.1)
-                    others.data.add_(mine.data)
+                others.lerp_(mine, 0.1)
+                others.data.add_(mine.data)
 
     step(installed(model, layout()), run)
 
@@ -258,6 +265,17 @@ def test_the_same_attention_passes_with_its_count_set_to_the_ranks(attention: ty
     for block in model.blocks:
         block.attn.num_heads = HEADS // 2
     step(guards, lambda: model(IDS))
+
+
+class Wrong(Attention):
+    def heads(self, x: Tensor) -> Tensor:
+        return super().heads(x) + torch.zeros(7)
+
+
+def test_an_error_that_the_whole_module_has_as_well_stays_what_it_is() -> None:
+    model = Model(Wrong)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        step(installed(model, layout()), lambda: model(IDS))
 
 
 def test_an_error_elsewhere_stays_what_it_is() -> None:
