@@ -72,7 +72,9 @@ class _Pick(torch.autograd.Function):
         own, absent = shard.owned(index)
         ctx.save_for_backward(own, absent)
         ctx.like, ctx.shape, ctx.dim = shard.like, shard.local.shape, shard.vocabulary_dim
-        return shard.axis.sum(_number(shard.local.gather(shard.vocabulary_dim, own)).masked_fill_(absent, 0)).to(shard.dtype)
+        return shard.axis.sum(_number(shard.local.gather(shard.vocabulary_dim, own)).masked_fill_(absent, 0)).to(
+            shard.dtype
+        )
 
     @staticmethod
     @override
@@ -103,7 +105,9 @@ def _refuse_strangers(strangers: Tensor, index: Tensor, shard: VocabularyShard, 
         torch._assert_async(~strangers.any(), "column index out of bounds")  # private; checked with torch 2.13
     elif strangers.any():
         stranger = int(index[strangers][0])
-        raise error(f"index {stranger} is out of bounds for dimension {shard.vocabulary_dim} with size {shard.vocabulary}")
+        raise error(
+            f"index {stranger} is out of bounds for dimension {shard.vocabulary_dim} with size {shard.vocabulary}"
+        )
 
 
 def _floating(shard: VocabularyShard) -> bool:
@@ -172,7 +176,8 @@ def _argmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return NotImplemented
         if dim is not None and not _along(input, dim):
             return input.like(
-                func(input.local, dim, keepdim), input.vocabulary_dim - (not keepdim and dim % input.ndim < input.vocabulary_dim)
+                func(input.local, dim, keepdim),
+                input.vocabulary_dim - (not keepdim and dim % input.ndim < input.vocabulary_dim),
             )
         if dim is None and input.ndim > 1:
             return NotImplemented

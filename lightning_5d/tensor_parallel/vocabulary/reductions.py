@@ -28,8 +28,14 @@ def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return defaults | {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
 
 
-def _stays(shard: VocabularyShard, reduced: Tensor, dims: list[int], keepdim: bool) -> VocabularyShard:
-    """The shard that a reduction over other dimensions leaves."""
+def _stays(shard: VocabularyShard, reduced: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """What a reduction over other dimensions leaves.
+
+    One number per column is no logits any more but a statistic, which may be kept (in the state of a metric) and sent: it is made
+    plain.
+    """
+    if reduced.ndim == 1:
+        return shard.like(reduced, 0).gathered()
     return shard.like(reduced, shard.vocabulary_dim - (0 if keepdim else sum(d < shard.vocabulary_dim for d in dims)))
 
 

@@ -103,14 +103,18 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard: VocabularyShard = args[0]
     asked = range(shard.ndim) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = [d % shard.ndim for d in asked if shard.shape[d] == 1 and d % shard.ndim != shard.vocabulary_dim]
-    return shard.like(torch.squeeze(shard.local, gone), shard.vocabulary_dim - sum(d < shard.vocabulary_dim for d in gone))
+    return shard.like(
+        torch.squeeze(shard.local, gone), shard.vocabulary_dim - sum(d < shard.vocabulary_dim for d in gone)
+    )
 
 
 @handles(aten.transpose.int)
 def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard, one, other = args
     one, other = one % shard.ndim, other % shard.ndim
-    return shard.like(func(shard.local, one, other), {one: other, other: one}.get(shard.vocabulary_dim, shard.vocabulary_dim))
+    return shard.like(
+        func(shard.local, one, other), {one: other, other: one}.get(shard.vocabulary_dim, shard.vocabulary_dim)
+    )
 
 
 @handles(aten.t.default)

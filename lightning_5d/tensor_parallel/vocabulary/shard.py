@@ -103,7 +103,11 @@ class VocabularyShard(Tensor):
 
     def gathered(self) -> Tensor:
         """All columns, gathered, without a graph."""
-        return self.axis.gather(self.local, self.vocabulary_dim).narrow(self.vocabulary_dim, 0, self.vocabulary).contiguous()
+        return (
+            self.axis.gather(self.local, self.vocabulary_dim)
+            .narrow(self.vocabulary_dim, 0, self.vocabulary)
+            .contiguous()
+        )
 
     def like(self, local: Tensor, dim: int | None = None) -> VocabularyShard:
         """A tensor of the same vocabulary with other contents, without a graph; `local` has padding, too."""

@@ -23,9 +23,10 @@ def targets(shape: tuple[int, ...], vocabulary: int, ignore: int = -100) -> Tens
 def every_option(rank: int, vocabulary: int) -> None:
     over = axis()
     weight = logits(vocabulary, seed=3).abs()
-    for reduction, smoothing, given, ignore, dtype in itertools.product(
-        ("none", "mean", "sum"), (0.0, 0.1), (None, weight), (-100, 2), (torch.float64, torch.float32)
+    for reduction, smoothing, given, ignore in itertools.product(
+        ("none", "mean", "sum"), (0.0, 0.1), (None, weight), (-100, 2)
     ):
+        dtype = torch.float32 if ignore == 2 else torch.float64
         options: dict[str, Any] = {
             "reduction": reduction,
             "label_smoothing": smoothing,
@@ -36,10 +37,12 @@ def every_option(rank: int, vocabulary: int) -> None:
         flat, folded = targets((N,), vocabulary, ignore), targets((2, N), vocabulary, ignore)
         close = {"rtol": tolerance, "atol": tolerance}
         compare(lambda x: F.cross_entropy(x, flat, **options), logits(N, vocabulary, dtype=dtype), over, **close)
-        compare(lambda x: F.cross_entropy(x.mT, folded, **options), logits(2, N, vocabulary, dtype=dtype), over, **close)
+        compare(
+            lambda x: F.cross_entropy(x.mT, folded, **options), logits(2, N, vocabulary, dtype=dtype), over, **close
+        )
 
 
-@pytest.mark.parametrize(("size", "vocabulary"), [(2, 13), (4, 13), (2, 7), (4, 61), (4, 5)])
+@pytest.mark.parametrize(("size", "vocabulary"), [(2, 7), (4, 13), (4, 61), (4, 5)])
 def test_every_option_gives_torchs_loss_and_gradient(ranks: RankPool, size: int, vocabulary: int) -> None:
     ranks(size, every_option, vocabulary)
 
@@ -87,7 +90,9 @@ def extremes(rank: int) -> None:
         broken = logits(N, vocabulary)
         broken[0, 3] = strange
         wanted = loss(broken).isnan()
-        assert torch.equal(loss(VocabularyShard.wrap(columns(broken, over), vocabulary=vocabulary, axis=over)).isnan(), wanted)
+        assert torch.equal(
+            loss(VocabularyShard.wrap(columns(broken, over), vocabulary=vocabulary, axis=over)).isnan(), wanted
+        )
         assert wanted.tolist() == [True] + [False] * (N - 1)
 
 
@@ -160,8 +165,16 @@ def half_precision(rank: int) -> None:
         assert got == wanted.to(dtype)
         assert torch.equal(local.grad, columns(exact.grad, over).nan_to_num(nan=0.0).to(dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        halves = compare(lambda x: F.cross_entropy(x, target), logits(N, vocabulary, dtype=torch.bfloat16), over, rtol=1e-2, atol=1e-2)
-        compare(lambda x: F.cross_entropy(x, target), logits(N, vocabulary, dtype=torch.float32), over, rtol=1e-5, atol=1e-6)
+        halves = compare(
+            lambda x: F.cross_entropy(x, target),
+            logits(N, vocabulary, dtype=torch.bfloat16),
+            over,
+            rtol=1e-2,
+            atol=1e-2,
+        )
+        compare(
+            lambda x: F.cross_entropy(x, target), logits(N, vocabulary, dtype=torch.float32), over, rtol=1e-5, atol=1e-6
+        )
     assert halves[0].dtype == torch.float32
 
 

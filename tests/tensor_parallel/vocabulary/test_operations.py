@@ -62,6 +62,8 @@ STAY_IN_COLUMNS: dict[str, Expression] = {
     "assigned columns": lambda x: _assigned(x, (slice(None), slice(None), torch.tensor([0, 12]))),
     "assigned rows": lambda x: _assigned(x, ROWS),
     "assigned last token": lambda x: _assigned(x, (slice(None), -1)),
+    "part in place": lambda x: _changed(x, lambda y: y[:, 1:3]),
+    "part in place, another shape": lambda x: _changed(x, lambda y: y.transpose(0, 1).flatten(0, 0)[2]),
     "float": lambda x: x.float(),
     "half": lambda x: x.half(),
     "to": lambda x: x.to(torch.bfloat16),
@@ -78,7 +80,6 @@ STAY_IN_COLUMNS: dict[str, Expression] = {
     "log_softmax": lambda x: F.log_softmax(x, dim=-1),
     "log_softmax, vocabulary second": lambda x: F.log_softmax(x.mT, dim=1),
     "softmax in float": lambda x: F.softmax(x.half(), -1, dtype=torch.float32),
-    "mean over tokens": lambda x: x.mean((0, 1)),
     "sum over rows": lambda x: x.sum(0),
     "max over tokens": lambda x: x.amax(1),
     "cumsum over tokens": lambda x: x.cumsum(1),
@@ -105,6 +106,8 @@ LOSE_THE_VOCABULARY: dict[str, Expression] = {
     "mean": lambda x: x.mean(-1),
     "mean of all": lambda x: x.mean(),
     "norm": lambda x: (x.norm(), x.norm(dim=-1), x.norm(p=1), x.norm(p=float("inf"))),
+    "mean over tokens": lambda x: x.mean((0, 1)),
+    "largest of each column": lambda x: x.flatten(0, 1).amax(0),
     "any": lambda x: ((x > 3).any(-1), (x > 30).any()),
     "all": lambda x: ((x > -4).all(-1), x.isfinite().all()),
     "count": lambda x: (x > 0).sum(-1),
@@ -144,9 +147,16 @@ def _assigned(x: Tensor, index: Any) -> Tensor:
     return x
 
 
+def _changed(x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    x = x.clone()
+    part(x).mul_(3)
+    return x
+
+
 def all_expressions(rank: int, table: str, vocabulary: int) -> dict[str, list[Any]]:
     over = axis()
-    found = {}; bad=[]
+    found = {}
+    bad = []
     for name, expression in globals()[table].items():
         before = over.traffic.calls.copy(), over.traffic.bytes.copy()
         with warnings.catch_warnings(record=True) as caught:
@@ -154,9 +164,16 @@ def all_expressions(rank: int, table: str, vocabulary: int) -> dict[str, list[An
             try:
                 got = compare(expression, logits(B, T, vocabulary), over, **_tolerance(name))
             except Exception as error:
-                import traceback; print("FAIL", name, "".join(traceback.format_exception(error)[-3:])); bad.append(name); continue
+                import traceback
+
+                print("FAIL", name, "".join(traceback.format_exception(error)[-3:]))
+                bad.append(name)
+                continue
         del before
-        found[name] = [type(one).__name__ for one in got], [str(one.message) for one in caught if "made whole" in str(one.message)]
+        found[name] = (
+            [type(one).__name__ for one in got],
+            [str(one.message) for one in caught if "made whole" in str(one.message)],
+        )
     assert not bad, bad
     return found
 
