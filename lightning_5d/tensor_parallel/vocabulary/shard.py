@@ -46,7 +46,7 @@ class VocabularyShard(Tensor):
         """See `wrap`; this one makes no graph."""
         shape = [vocabulary if d == dim else size for d, size in enumerate(local.shape)]
         # Private; checked with torch 2.13. It is what tensors without memory of their own (DTensor) are made with.
-        shard: VocabularyShard = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        shard: VocabularyShard = Tensor._make_wrapper_subclass(
             cls, shape, strides=_dense(shape, local.stride()), dtype=local.dtype, device=local.device
         )
         shard.local, shard.axis, shard.vocabulary, shard.vocabulary_dim = local, axis, vocabulary, dim
@@ -71,7 +71,7 @@ class VocabularyShard(Tensor):
                 f"{axis.size} ranks with {width} columns each hold {axis.size * width}, the vocabulary has {vocabulary};"
                 f" each rank needs {-(-vocabulary // axis.size)} at least."
             )
-        return cast(VocabularyShard, _Show.apply(local, axis, vocabulary, local.ndim - 1))
+        return cast(VocabularyShard, _Show.apply(local, axis, vocabulary, local.ndim - 1))  # type: ignore[no-untyped-call]
 
     @property
     def width(self) -> int:
@@ -99,7 +99,7 @@ class VocabularyShard(Tensor):
 
     def whole(self) -> Tensor:
         """All columns, gathered, as a plain tensor with a graph. All ranks have to call it."""
-        return cast(Tensor, _MakeWhole.apply(self))
+        return cast(Tensor, _MakeWhole.apply(self))  # type: ignore[no-untyped-call]
 
     def gathered(self) -> Tensor:
         """All columns, gathered, without a graph."""
@@ -128,7 +128,7 @@ class VocabularyShard(Tensor):
         return place.masked_fill(absent, 0), absent
 
     @override
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         columns = f"{self.start} to {self.start + self.held - 1}" if self.held else "none"
         gradient = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else ""
         return (
@@ -159,7 +159,8 @@ class VocabularyShard(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @override
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Runs one operation below autograd."""
         from lightning_5d.tensor_parallel.vocabulary.elementwise import elementwise, is_elementwise
         from lightning_5d.tensor_parallel.vocabulary.made_whole import run_whole
@@ -181,13 +182,13 @@ class _Show(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, local: Tensor, axis: TensorAxis, vocabulary: int, dim: int) -> VocabularyShard:  # type: ignore[override]
+    def forward(ctx: Any, local: Tensor, axis: TensorAxis, vocabulary: int, dim: int) -> VocabularyShard:
         ctx.placement = axis, vocabulary, dim, local.shape[dim]
         return VocabularyShard(local.detach(), axis, vocabulary, dim)
 
     @staticmethod
     @override
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         axis, vocabulary, dim, width = ctx.placement
         if not isinstance(grad, VocabularyShard) or grad.vocabulary_dim != dim:
             whole = grad.gathered() if isinstance(grad, VocabularyShard) else grad
@@ -205,12 +206,12 @@ class _MakeWhole(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, shard: VocabularyShard) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, shard: VocabularyShard) -> Tensor:
         return shard.gathered()
 
     @staticmethod
     @override
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -219,19 +220,19 @@ class _Guard(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, plain: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, plain: Tensor) -> Tensor:
         return plain.view_as(plain)
 
     @staticmethod
     @override
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.gathered() if isinstance(grad, VocabularyShard) else grad
 
 
 def _guard(value: Any) -> Any:
     """Sees to it that a plain tensor, a weight for example, gets a plain gradient."""
     plain = isinstance(value, Tensor) and not isinstance(value, VocabularyShard) and value.requires_grad
-    return _Guard.apply(value) if plain else value
+    return _Guard.apply(value) if plain else value  # type: ignore[no-untyped-call]
 
 
 def _keeps_arguments(func: Any) -> bool:

@@ -1,3 +1,4 @@
+# ruff: noqa: B023 - the expressions are run at once
 import itertools
 import math
 from typing import Any
