@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn, cast
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+import torch._dynamo.config
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
@@ -19,6 +21,14 @@ from lightning_5d.tensor_parallel.vocabulary.registry import CALLS, OPERATIONS
 # formulas, and a gradient is again one of the two kinds, whichever the formula's operations give. Where a graph changes from one
 # kind to the other its gradient is gathered or cut, so it never has to be known which sums over ranks a formula needs.
 # Below autograd, `__torch_dispatch__` gets each single operation and runs it on the columns that this rank holds.
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _untraced(function: _F) -> _F:
+    """Keeps compiled functions from following one rank into what happens between ranks."""
+    return cast(_F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class VocabularyShard(Tensor):
@@ -53,6 +63,7 @@ class VocabularyShard(Tensor):
         return shard
 
     @classmethod
+    @_untraced
     def wrap(cls, local: Tensor, *, vocabulary: int, axis: TensorAxis) -> VocabularyShard:
         """Shows this rank's columns as the whole logits.
 
@@ -97,6 +108,7 @@ class VocabularyShard(Tensor):
         """`local` without padding."""
         return self.local if self.held == self.width else self.local.narrow(self.vocabulary_dim, 0, self.held)
 
+    @_untraced
     def whole(self) -> Tensor:
         """All columns, gathered, as a plain tensor with a graph. All ranks have to call it."""
         return cast(Tensor, _MakeWhole.apply(self))  # type: ignore[no-untyped-call]
@@ -145,6 +157,7 @@ class VocabularyShard(Tensor):
 
     @classmethod
     @override
+    @_untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = CALLS.get(func)
@@ -256,3 +269,7 @@ def _dense(shape: list[int], local_strides: tuple[int, ...]) -> list[int]:
     """Strides without holes whose dimensions have the order of those that `local` has."""
     order = sorted(range(len(shape)), key=lambda d: (-local_strides[d], d))
     return [math.prod(shape[other] for other in order[order.index(d) + 1 :]) for d in range(len(shape))]
+
+
+# A compiled function leaves these tensors to Python: to trace them would follow one rank's collectives and lose the graph.
+torch._dynamo.config.nontraceable_tensor_subclasses.add(VocabularyShard)

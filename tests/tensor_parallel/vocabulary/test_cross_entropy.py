@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_5d.tensor_parallel.vocabulary import VocabularyShard, cross_entropy
 from tests.ranks import RankPool
@@ -224,6 +226,42 @@ def test_three_numbers_per_token_and_rank_are_sent_whatever_the_vocabulary_is(
         for calls, sizes in ranks(size, sent, vocabulary, smoothing):
             assert calls == {"all_gather": 1, "reduce_scatter": 0, "all_reduce": 0}
             assert sizes["all_gather"] == size * tokens * numbers * 4
+
+
+class Sizes(TorchDispatchMode):
+    """How large the tensors are that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if type(one) is Tensor}
+        result = func(*args, **(kwargs or {}))
+        made = [
+            one for one in tree_leaves(result) if type(one) is Tensor and one.untyped_storage().data_ptr() not in given
+        ]
+        self.largest += [one.untyped_storage().nbytes() for one in made]
+        return result
+
+
+def memory(rank: int, dtype: torch.dtype) -> tuple[int, list[int], list[int]]:
+    local = torch.randn(512, 4096, dtype=torch.float32).to(dtype).requires_grad_()
+    shard, target = VocabularyShard.wrap(local, vocabulary=4095, axis=axis()), torch.arange(512)
+    with Sizes() as forward:
+        loss = F.cross_entropy(shard, target)
+    with Sizes() as backward:
+        loss.backward()
+    return local.nbytes, forward.largest, backward.largest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_keeps_nothing_of_the_logits_size_and_backward_makes_the_gradient_alone(
+    ranks: RankPool, dtype: torch.dtype
+) -> None:
+    ((size, forward, backward),) = ranks(1, memory, dtype)
+    assert max(forward) <= 2**20
+    assert [made for made in backward if made > 2**20] == [size]
 
 
 def twice(rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -213,3 +213,22 @@ def test_random_numbers_are_those_of_one_process(ranks: RankPool) -> None:
         assert torch.equal(one, two)
         assert torch.equal(one, three)
     assert torch.equal(drawn, also_drawn)
+
+
+def compiled(rank: int) -> None:
+    weight, x, target = logits(V, 5, seed=1), logits(4, 5, seed=2), torch.tensor([0, 6, 3, 5])
+    head = Head(weight)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return F.cross_entropy(3 * torch.tanh(head(torch.tanh(x)) / 3), target)
+
+    loss_of(x).backward()
+    wanted, head.weight.grad = head.weight.grad, None
+    torch.compile(loss_of, backend="eager")(x).backward()
+    torch.testing.assert_close(head.weight.grad, wanted)
+    made = torch.compile(lambda y: (2 * y).whole().argmax(-1), backend="eager")(head(x))
+    assert torch.equal(made, (x @ weight.mT).argmax(-1))
+
+
+def test_compiled_functions_leave_shards_to_python(ranks: RankPool) -> None:
+    ranks(1, compiled)
