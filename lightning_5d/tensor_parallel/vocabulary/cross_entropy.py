@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_5d.tensor_parallel.vocabulary.made_whole import tell
 from lightning_5d.tensor_parallel.vocabulary.normalization import combined, finite, wide
 from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
 
@@ -65,6 +66,7 @@ def cross_entropy(
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     if not isinstance(logits, VocabularyShard) or logits.vocabulary_dim != class_dim:
         if isinstance(logits, VocabularyShard):
+            tell("cross_entropy over another dimension", logits)
             logits = logits.whole()
         if not z_loss:
             return F.cross_entropy(
