@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_5d.names import plain_name
+from lightning_5d.parallelism import StoredForm
 
 _BROADCAST_BUCKET_BYTES = 64 * 1024 * 1024
 
@@ -61,7 +62,12 @@ def synchronize_values(module: nn.Module, group: dist.ProcessGroup | None = None
         dist._broadcast_coalesced(everyone, tensors, _BROADCAST_BUCKET_BYTES, source)
 
 
-def materialize(module: nn.Module, device: torch.device, seed: int | None = None) -> None:
+def materialize(
+    module: nn.Module,
+    device: torch.device,
+    seed: int | None = None,
+    forms: Mapping[str, StoredForm] | None = None,
+) -> None:
     """Moves every meta tensor of the module to the device, with values from seed and name.
 
     Tensors may already be sharded (`DTensor`): each rank then makes the whole of one module at a time and keeps its shard.
@@ -70,6 +76,7 @@ def materialize(module: nn.Module, device: torch.device, seed: int | None = None
         module: Any module; parts that are not on the meta device are left alone.
         device: Where the values go.
         seed: The run's seed; `run_seed()` if ``None``.
+        forms: Those of weights that ranks store in another form than one process has them in, by name.
 
     Raises:
         ValueError: If a module has meta tensors but no way to set them (``reset_parameters()``, or ``_init_weights`` of
@@ -90,10 +97,14 @@ def materialize(module: nn.Module, device: torch.device, seed: int | None = None
         if initialize is None:
             orphans += [f"{name}.{key}" if name else key for key in meta]
             continue
-        values = _initial_values(owner, initialize, device, module_seed(seed, plain_name(name)))
+        plain = plain_name(name)
+        of_key = {key: (forms or {}).get(f"{plain}.{key}" if plain else key) for key in meta}
+        values = _initial_values(owner, initialize, device, module_seed(seed, plain), of_key)
         for key, tensor in meta.items():
             if id(tensor) not in filled:
-                filled[id(tensor)] = _placed(values[key], tensor, device)
+                form = of_key[key]
+                value = values[key] if form is None else form.store(values[key])
+                filled[id(tensor)] = _placed(value, tensor, device)
             _replace(owner, key, filled[id(tensor)])
     if orphans:
         raise ValueError(
@@ -123,7 +134,11 @@ def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[[nn.Mo
 
 
 def _initial_values(
-    owner: nn.Module, initialize: Callable[[nn.Module], None], device: torch.device, seed: int
+    owner: nn.Module,
+    initialize: Callable[[nn.Module], None],
+    device: torch.device,
+    seed: int,
+    forms: Mapping[str, StoredForm | None],
 ) -> dict[str, Tensor]:
     """Full-size values of a module's own tensors, made on a copy so that the original may be sharded."""
     twin = copy.copy(owner)
@@ -134,7 +149,9 @@ def _initial_values(
     object.__setattr__(twin, "_modules", children)
     for key, parameter in owner._parameters.items():
         if parameter is not None and parameter.is_meta:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            form = forms.get(key)
+            shape = parameter.shape if form is None else form.whole_shape(parameter.shape)
+            empty = torch.empty(shape, dtype=parameter.dtype, device=device)
             twin._parameters[key] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for key, buffer in owner._buffers.items():
         if buffer is not None and buffer.is_meta:

@@ -344,11 +344,12 @@ class FiveD(ParallelSteps):
             applied.close()
         restore(module)  # what another Trainer's strategy may have left
         precision.cast_activations(module, [module.get_submodule(name) for name in plan.block_names(module)])
-        self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in self.plugins]
+        plugins = [plugin.surveyed(module, plan) for plugin in self.plugins]
+        self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in plugins]
         for applied in self.parallelized:
             applied.all_at_work(self.parallelized)
         if meta_tensors(module):
-            materialize(module, self.root_device)
+            materialize(module, self.root_device, forms=self.forms.by_name)
         self._setup_module = module
         point_metrics_to(module, self.mesh.data_group)
 
