@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.ranks import RankError, RankPool
-from tests.ranks.pool import ROOT
+from tests.ranks.forks import ROOT
 
 
 def add_over_ranks(rank: int, scale: float) -> float:
