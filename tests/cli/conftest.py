@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.warm import start_warm
+from tests.ranks.warm import run_warm
 
 FROM_A_SHELL = ("-m", "lightning_5d.cli")
 REPOSITORY = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def environment():
 
 
 @pytest.fixture
-def fived(tmp_path, tmp_path_factory, environment):
+def fived(tmp_path, environment):
     """Run `fived` in an empty folder; gives status, output and errors as one text.
 
     In a warm process, or with `launcher`, the words between `python` and the arguments, in a cold one.
@@ -36,9 +36,7 @@ def fived(tmp_path, tmp_path_factory, environment):
 
     def run(*arguments, launcher=None, timeout=55, cwd=tmp_path):
         if launcher is None:
-            out = tmp_path_factory.mktemp("output") / "out"
-            process = start_warm("-m", "lightning_5d.cli", *arguments, folder=cwd, environment=environment, out=out)
-            return process.wait(timeout), out.read_text(errors="replace")
+            return run_warm("-m", "lightning_5d.cli", *arguments, folder=cwd, environment=environment, seconds=timeout)
         done = subprocess.run(
             [sys.executable, *launcher, *arguments], cwd=cwd, env=environment, timeout=timeout,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",

@@ -5,6 +5,7 @@ import functools
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,6 +54,19 @@ def start_warm(
         script = Script(arguments, str(folder), dict(environment))
         server = _server()
         return WarmProcess(server, server.fork(script, out_file.fileno(), err_file.fileno()))
+
+
+def run_warm(*arguments: str, folder: Path, environment: Mapping[str, str], seconds: float) -> tuple[int, str]:
+    """Exit code, and output and errors as one text, of what `start_warm` starts; the time limit ends it."""
+    with tempfile.NamedTemporaryFile(prefix="warm-") as file:
+        out = Path(file.name)
+        process = start_warm(*arguments, folder=folder, environment=environment, out=out)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(f"no end after {seconds} s\n{out.read_text(errors='replace')}") from None
+        return code, out.read_text(errors="replace")
 
 
 @functools.cache
