@@ -133,6 +133,10 @@ class Parallelism(ABC):
         ]
         return f"{type(self).__name__}({', '.join(written)})"
 
+    def surveyed(self, module: nn.Module, plan: ParallelPlan) -> Parallelism:
+        """The plugin whose `parallelize` is called, now that the whole module is known, before any axis changes it; itself by default."""
+        return self
+
     @abstractmethod
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Applies the axis to the module, in place.

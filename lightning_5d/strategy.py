@@ -351,7 +351,8 @@ class FiveD(ParallelSteps):
         # Elsewhere what Lightning finds is the whole module.
         self._summaries = WholeSummaries(module, _callbacks(module.trainer)) if self.mesh.size("pp", "tp") > 1 else None
         precision.cast_activations(module, [module.get_submodule(name) for name in plan.block_names(module)])
-        self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in self.plugins]
+        plugins = [plugin.surveyed(module, plan) for plugin in self.plugins]
+        self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in plugins]
         for applied in self.parallelized:
             applied.all_at_work(self.parallelized)
         if meta_tensors(module):
