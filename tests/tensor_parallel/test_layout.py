@@ -159,7 +159,8 @@ def test_a_residual_beside_the_row_layer_is_left_out_of_the_region():
     module = Encoder(PostNormAttention)
     made = layout(module, 2, plan)
     region = made.regions[0]
-    assert (region.name, region.door) == ("blocks.0.attention", "layers")
+    assert (region.name, region.door) == ("blocks.0.attention.self", "module")
+    assert region.rows == ("blocks.0.attention.output.dense",)
     assert region.attributes == {
         ("blocks.0.attention.self", "num_attention_heads"): 2,
         ("blocks.0.attention.self", "all_head_size"): 8,
