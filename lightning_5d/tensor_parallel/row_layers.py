@@ -31,8 +31,8 @@ class RowForward(LinearForward):
         axis: The ranks.
         sequence: Where the sequence is cut.
         doors: The region's, where it has some.
-        split: Its input has all features, of which it takes its own: ``"inside"`` a region, where gradients are summed at its
-            entry, or ``"outside"``.
+        split: Its input has all features, of which it takes its own: ``"inside"`` a region, where the sequence is whole, or
+            ``"outside"``.
     """
 
     def __init__(
