@@ -51,7 +51,7 @@ class RegionForward(Forward):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_columns": (), "_handle": None}
+        return {**super().__getstate__(), "_columns": ()}
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,15 +76,9 @@ class RegionForward(Forward):
 
         return tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
 
-    @override
-    def close(self) -> None:
-        super().close()
-        if self._handle is not None:
-            self._handle.remove()
-
 
 class BlockForward(Forward):
-    """A block that runs on a piece of the sequence."""
+    """A block, or a module inside of one, that runs on a piece of the sequence."""
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

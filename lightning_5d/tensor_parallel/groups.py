@@ -115,7 +115,7 @@ def _split(
     if not columns or not rows:
         return []
     door = _door(module, place, [survey.columns[n] for n in columns], [survey.rows[n] for n in rows], blocks, survey, sequence_parallel)  # fmt: skip
-    if door == "module" and len(rows) == 1 and len({_is_attention(name) for name in columns}) == 1:
+    if door == "module" and len(rows) == 1 and all(role_of(name) for name in columns):
         return [(columns, rows, door)]
     parts: list[tuple[list[str], list[str], Door]] = []
     left = list(columns)
@@ -129,10 +129,6 @@ def _split(
         # One door cannot be gone through twice.
         return [([c for cs, _, _ in parts for c in cs], [r for _, rs, _ in parts for r in rs], door)]
     return parts
-
-
-def _is_attention(name: str) -> bool:
-    return role_of(name) is not None
 
 
 def _fits(column: str, row: str, survey: Survey) -> bool:

@@ -19,7 +19,7 @@ from lightning_5d.tensor_parallel.columns import (
     OwnDoorForward,
     WholeFeatures,
 )
-from lightning_5d.tensor_parallel.doors import BlockForward, CutHook, RegionForward, WholeHook
+from lightning_5d.tensor_parallel.doors import BlockForward, CutHook, NoteHook, RegionForward, WholeHook
 from lightning_5d.tensor_parallel.forwards import Forward, linear_product
 from lightning_5d.tensor_parallel.layout import Region, TensorLayout
 from lightning_5d.tensor_parallel.row_layers import BiaslessForward, RowForward, RowsInsideForward
@@ -126,6 +126,11 @@ class _Installation:
             )
         if doors is None:
             self.add(RegionForward(outer, self.axis, sequence, [module for _, module in columns]))
+        if sequence is not None and region.name not in self.blocks:
+            handle = outer.register_forward_pre_hook(NoteHook(sequence), with_kwargs=True)
+            self.installed.later(handle.remove)
+            if doors is not None:
+                self.add(BlockForward(outer, self.axis, sequence))
         for (name, attribute), value in region.attributes.items():
             if (owner := self.find(name)) is not None:
                 self.set(owner, attribute, value)

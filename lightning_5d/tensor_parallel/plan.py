@@ -104,7 +104,7 @@ class _Draft:
         for layer in group.columns:
             self._column(layer, heads, group)
         for layer in group.rows:
-            self._row(layer, heads)
+            self._row(layer, heads, group)
         modules = list(own_modules(self.module, group, groups, blocks))
         attributes = {} if group.whole_inside else local_attributes(self.module, group, heads, self.size)
         if group.door == "module":
@@ -138,7 +138,9 @@ class _Draft:
         style, width, role = self.survey.styles[layer.name], layer.linear.out_features, role_of(layer.name)
         if style.whole_outside:
             self.gathered.append(layer.name)
-            if self._divides(lambda n: width % n == 0, f"the {width} outputs of {generic(layer.name)}"):
+            if self._divides(
+                lambda n: width % n == 0, f"the {width} features of {generic(group.name) or generic(layer.name)}"
+            ):
                 self._cut_outputs(layer, even(0, width), "column, its outputs made whole")
         elif heads is not None:
             self._attention_column(layer, heads, group)
@@ -150,7 +152,9 @@ class _Draft:
                     what = f"the {row.linear.in_features} inputs of {generic(row.name)}"
                     self.problems.append(say.perhaps_packed(layer.name, width, what))
             part = width // style.packed
-            if self._divides(lambda n: part % n == 0, f"the {part} features of {generic(layer.name)}"):
+            if self._divides(
+                lambda n: part % n == 0, f"the {part} features of {generic(group.name) or generic(layer.name)}"
+            ):
                 share = f"{part // self.size} of {part} features"
                 parts = f", of {style.packed} parts each" if style.packed > 1 else ""
                 self._cut_outputs(layer, features(0, width, style.packed, self.size), f"column, {share}{parts}")
@@ -177,7 +181,7 @@ class _Draft:
         self._cut(rows, *layer.outs, *layer.out_vectors)
         self.partial |= {*layer.ins, *layer.in_vectors}
 
-    def _row(self, layer: Layer, heads: Heads | None) -> None:
+    def _row(self, layer: Layer, heads: Heads | None, group: Group) -> None:
         style, width = self.survey.styles[layer.name], layer.linear.in_features
         for name in layer.out_vectors:
             self.problems.append(say.adapter_on_row(layer.name, name))
@@ -191,7 +195,11 @@ class _Draft:
         part = width // parts
         if style.whole_outside:
             self.split.append(layer.name)
-        if not self._divides(lambda n: part % n == 0, f"the {part} inputs of {generic(layer.name)}"):
+        if heads is not None and not heads.fits(self.size):
+            return
+        if not self._divides(
+            lambda n: part % n == 0, f"the {part} features of {generic(group.name) or generic(layer.name)}"
+        ):
             return
         rows = features(1, width, parts, self.size)
         self._cut(rows, f"{layer.base}.weight", *layer.ins)
@@ -240,9 +248,9 @@ class _Draft:
             if any(name.startswith(f"{block}.") for block in sequence_blocks):
                 self.words[name] = "replicated, on its part of the sequence"
             elif name in self.survey.columns:
-                self._column(layer, None, Group("", (layer,), (), "layers", True))
+                self._column(layer, None, Group(name, (layer,), (), "layers", True))
             else:
-                self._row(layer, None)
+                self._row(layer, None, Group(name, (), (layer,), "layers", True))
 
     def add_vocabulary(self) -> None:
         """Adds embeddings and heads, with rows of padding where the ranks do not divide the vocabulary."""

@@ -64,9 +64,10 @@ def no_linear(name: str, word: str, why: str, instead: str = "") -> Problem:
 
 
 def embedding_option(name: str, option: str) -> Problem:
-    """An embedding with an option that needs the whole table."""
+    """An embedding with an option that looks at words of other ranks."""
     return Problem(
-        f"The embedding {name} has {option}, which needs the whole table.", f"Leave {option} out, or use 'replicate'."
+        f"The embedding {name} has {option}, which looks at words that are on other ranks.",
+        f"Leave {option} out, or use 'replicate'.",
     )
 
 
@@ -169,13 +170,5 @@ def not_a_sequence(name: str) -> Problem:
     """A region that does not see (batch, sequence, hidden)."""
     return Problem(
         f"{generic(name)} is one of several experts, and what it gets is no sequence that sequence_parallel could put together.",
-        "Use 'replicate' for its layers, or leave sequence_parallel out.",
-    )
-
-
-def outside_sequence(name: str) -> Problem:
-    """A region where the sequence is not cut."""
-    return Problem(
-        f"{generic(name)} is outside of the blocks, where sequence_parallel has the sequence whole.",
         "Use 'replicate' for its layers, or leave sequence_parallel out.",
     )

@@ -30,12 +30,7 @@ def find_sequence(
         for owner, names in lists.items()
         if any(_inside(group, name) for group in groups for name in names)
     }
-    problems = [
-        say.outside_sequence(group.name or type(module).__name__)
-        for group in groups
-        if not any(_inside(group, name) for name in blocks)
-    ]
-    problems += [say.not_a_sequence(group.name) for group in groups if any(_is_expert(group, name) for name in blocks)]
+    problems = [say.not_a_sequence(group.name) for group in groups if any(_is_expert(group, name) for name in blocks)]
     if not lists:
         return None, [say.no_sequence(type(module).__name__)]
     if len(used) > 1:

@@ -61,9 +61,9 @@ def survey(module: nn.Module, plan: ParallelPlan, blocks: list[str]) -> Survey:
                 result.summed.add(name)
         elif style.kind == "experts":
             result.notes[name] = "replicated: experts have an axis of their own"
-        elif isinstance(module.get_submodule(name), nn.Embedding):
-            if style.kind == "vocabulary" or word in ("colwise", "rowwise"):
-                result.embeddings.append(name)
+        elif (table := _table(module, name)) is not None:
+            if style.kind == "vocabulary":
+                result.embeddings.append(table)
             else:
                 result.problems.append(say.no_linear(name, word, "is an nn.Embedding", "vocabulary"))
         else:
@@ -145,7 +145,12 @@ def _complete_vocabulary(
         weights[id(weight)] = weight
         sizes.add((weight.shape[0], weight.shape[1]))
     for name, child in modules.items():
-        if name in words or not isinstance(child, nn.Embedding | nn.Linear) or _inside(name, blocks):
+        if (
+            name in words
+            or name in result.embeddings
+            or not isinstance(child, nn.Embedding | nn.Linear)
+            or _inside(name, blocks)
+        ):
             continue
         if any(name.startswith(f"{layer.name}.") for layer in result.heads.values()):
             continue
@@ -160,9 +165,17 @@ def _complete_vocabulary(
     result.embeddings = sorted(dict.fromkeys(result.embeddings), key=order.index)
     for name in result.embeddings:
         embedding = modules[name]
-        if isinstance(embedding, nn.Embedding) and (embedding.max_norm is not None or embedding.sparse):
-            what = "max_norm" if embedding.max_norm is not None else "sparse=True"
-            result.problems.append(say.embedding_option(generic(name), what))
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, option):
+                text = f"{option}={getattr(embedding, option)}"
+                result.problems.append(say.embedding_option(generic(name), text))
+
+
+def _table(module: nn.Module, name: str) -> str | None:
+    """The embedding that a name stands for: the module itself, or the one inside of an adapter."""
+    tables = [n for n, m in module.get_submodule(name).named_modules(prefix=name) if isinstance(m, nn.Embedding)]
+    linear = any(isinstance(m, nn.Linear) for m in module.get_submodule(name).modules())
+    return tables[0] if len(tables) == 1 and not linear else None
 
 
 def _vocabularies(module: nn.Module, blocks: list[str]) -> set[tuple[int, int]]:

@@ -107,7 +107,7 @@ def decoder(**changes: Any) -> Callable[[], LanguageModel]:
 
 def _decoder(changes: Mapping[str, Any]) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(DecoderConfig(**{**SIZES, **changes}), {"lr": 1e-2, "warmup_steps": 2})
+    return LanguageModel(DecoderConfig(**{**SIZES, **changes}), {"lr": 3e-3, "warmup_steps": 2})
 
 
 def compare(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_5d.tensor_parallel.vocabulary.registry import answers, handles
+from lightning_5d.tensor_parallel.vocabulary.registry import answers, by_name, handles
 from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
 
 aten = torch.ops.aten
@@ -68,15 +68,17 @@ class _Pick(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, shard: VocabularyShard, index: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, shard: VocabularyShard, index: Tensor) -> Tensor:
         own, absent = shard.owned(index)
         ctx.save_for_backward(own, absent)
         ctx.like, ctx.shape, ctx.dim = shard.like, shard.local.shape, shard.vocabulary_dim
-        return shard.axis.sum(_number(shard.local.gather(shard.vocabulary_dim, own)).masked_fill_(absent, 0)).to(shard.dtype)
+        return shard.axis.sum(_number(shard.local.gather(shard.vocabulary_dim, own)).masked_fill_(absent, 0)).to(
+            shard.dtype
+        )
 
     @staticmethod
     @override
-    def backward(ctx: Any, grad: Tensor) -> tuple[VocabularyShard, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[VocabularyShard, None]:
         own, absent = ctx.saved_tensors
         zeros = grad.new_zeros(ctx.shape)
         return ctx.like(zeros.scatter_add_(ctx.dim, own, grad.masked_fill(absent, 0))), None
@@ -95,7 +97,7 @@ def pick(shard: VocabularyShard, index: Tensor) -> Tensor:
     _refuse_strangers((index < 0) | (index >= shard.vocabulary), index, shard, RuntimeError)
     if index.ndim != shard.ndim:
         raise RuntimeError("Index tensor must have the same number of dimensions as input tensor")
-    return _Pick.apply(shard, index)  # type: ignore[no-any-return]
+    return cast(Tensor, _Pick.apply(shard, index))  # type: ignore[no-untyped-call]
 
 
 def _refuse_strangers(strangers: Tensor, index: Tensor, shard: VocabularyShard, error: type[Exception]) -> None:
@@ -103,7 +105,9 @@ def _refuse_strangers(strangers: Tensor, index: Tensor, shard: VocabularyShard, 
         torch._assert_async(~strangers.any(), "column index out of bounds")  # private; checked with torch 2.13
     elif strangers.any():
         stranger = int(index[strangers][0])
-        raise error(f"index {stranger} is out of bounds for dimension {shard.vocabulary_dim} with size {shard.vocabulary}")
+        raise error(
+            f"index {stranger} is out of bounds for dimension {shard.vocabulary_dim} with size {shard.vocabulary}"
+        )
 
 
 def _floating(shard: VocabularyShard) -> bool:
@@ -140,7 +144,7 @@ def _topk(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _floating(input) or not _along(input, dim) or out is not None:
             return NotImplemented
         values, index = top(input, k, largest=largest, in_order=sorted)
-        return torch.return_types.topk((_with_graph(input, values, index), index))  # type: ignore[attr-defined]
+        return torch.return_types.topk((_with_graph(input, values, index), index))
 
     return call(*args, **kwargs)
 
@@ -155,7 +159,7 @@ def _max(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values, index = best(input, largest=largest)
         values = _with_graph(input, values, index)
         values, index = (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
-        kind = torch.return_types.max if largest else torch.return_types.min  # type: ignore[attr-defined]
+        kind = torch.return_types.max if largest else torch.return_types.min
         return kind((values, index))
 
     return call(*args, **kwargs)
@@ -172,7 +176,8 @@ def _argmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return NotImplemented
         if dim is not None and not _along(input, dim):
             return input.like(
-                func(input.local, dim, keepdim), input.vocabulary_dim - (not keepdim and dim % input.ndim < input.vocabulary_dim)
+                func(input.local, dim, keepdim),
+                input.vocabulary_dim - (not keepdim and dim % input.ndim < input.vocabulary_dim),
             )
         if dim is None and input.ndim > 1:
             return NotImplemented
@@ -184,7 +189,8 @@ def _argmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.topk.default)
 def _topk_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shard, count, dim, largest, in_order = (*args, *(None, None, -1, True, True)[len(args) :])
+    given = by_name(func, args, kwargs)
+    shard, count, dim, largest, in_order = (given[name] for name in ("self", "k", "dim", "largest", "sorted"))
     return (
         top(shard, count, largest=largest, in_order=in_order)
         if _along(shard, dim) and _floating(shard)
@@ -194,7 +200,8 @@ def _topk_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 @handles(aten.max.dim, aten.min.dim)
 def _max_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shard, dim, keepdim = (*args, *(None, None, False)[len(args) :])
+    given = by_name(func, args, kwargs)
+    shard, dim, keepdim = given["self"], given["dim"], given["keepdim"]
     if not _along(shard, dim) or not _floating(shard):
         return NotImplemented
     values, index = best(shard, largest=func is aten.max.dim)
@@ -209,16 +216,15 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     indices = _integers(given)
     indices += [None] * (shard.ndim - len(indices))
     used = [d for d, index in enumerate(indices) if index is not None]
-    block = torch.broadcast_shapes(*(indices[d].shape for d in used))  # type: ignore[union-attr]
+    block = torch.broadcast_tensors(*(one for one in indices if one is not None))[0].shape  # type: ignore[no-untyped-call]
     # Indices next to each other are replaced by their common shape, others move to the front.
     front = used[0] if used[-1] - used[0] == len(used) - 1 else 0
-    if shard.vocabulary_dim not in used:
+    columns = indices[shard.vocabulary_dim]
+    if columns is None:
         kept = sum(d not in used for d in range(shard.vocabulary_dim))
         return shard.like(func(shard.local, indices), kept + (len(block) if front <= kept else 0))
-    columns = indices[shard.vocabulary_dim]
-    strangers = (columns < -shard.vocabulary) | (columns >= shard.vocabulary)  # type: ignore[operator]
-    _refuse_strangers(strangers, columns, shard, IndexError)  # type: ignore[arg-type]
-    own, absent = shard.owned(columns % shard.vocabulary)  # type: ignore[operator]
+    _refuse_strangers((columns < -shard.vocabulary) | (columns >= shard.vocabulary), columns, shard, IndexError)
+    own, absent = shard.owned(columns % shard.vocabulary)
     indices[shard.vocabulary_dim] = own
     picked = _number(func(shard.local, indices))
     mask = absent.expand(block).reshape(*block, *[1] * (picked.ndim - front - len(block)))

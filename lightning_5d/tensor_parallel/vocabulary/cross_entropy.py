@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_5d.tensor_parallel.vocabulary.made_whole import tell
 from lightning_5d.tensor_parallel.vocabulary.normalization import combined, finite, wide
 from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
 
@@ -65,6 +66,7 @@ def cross_entropy(
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     if not isinstance(logits, VocabularyShard) or logits.vocabulary_dim != class_dim:
         if isinstance(logits, VocabularyShard):
+            tell("cross_entropy over another dimension", logits)
             logits = logits.whole()
         if not z_loss:
             return F.cross_entropy(
@@ -94,7 +96,7 @@ def cross_entropy(
         ignored, 0
     )
     if isinstance(logits, VocabularyShard):
-        loss = _CrossEntropy.apply(logits, safe, ignored, weight, weight_N, label_smoothing, z_loss)
+        loss = _CrossEntropy.apply(logits, safe, ignored, weight, weight_N, label_smoothing, z_loss)  # type: ignore[no-untyped-call]
     else:
         loss = F.cross_entropy(
             logits,
@@ -156,7 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         logits: VocabularyShard,
         target: Tensor,
@@ -193,7 +195,7 @@ class _CrossEntropy(torch.autograd.Function):
         if label_smoothing:
             counts = [logits.held_by(rank) for rank in range(axis.size)]
             each = log_N.new_ones(logits.vocabulary) if weight_V is None else weight_V
-            weight_R = torch.stack([part.sum() for part in each.split(counts)])
+            weight_R = torch.stack([part.sum() for part in torch.split(each, counts)])
             # Each rank's sum is relative to its own peak.
             smooth_N = (numbers_RkN[:, 3] + (finite(numbers_RkN[:, 0]) - top_N) * weight_R[:, None]).sum(0)
             loss_N = loss_N + spread * (weight_R.sum() * log_N - smooth_N)
@@ -210,7 +212,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @override
-    def backward(ctx: Any, grad: Tensor) -> tuple[VocabularyShard | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[VocabularyShard | None, ...]:
         local, top_N, factor_N, taken_N, place_N, ignored_N, weight_h = ctx.saved_tensors
         held, spread = ctx.held, ctx.spread
         grad_N = grad.reshape(-1).masked_fill(ignored_N, 0)

@@ -16,15 +16,21 @@ from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
 _told: WeakKeyDictionary[TensorAxis, set[str]] = WeakKeyDictionary()
 
 
-def tell(name: str, shard: VocabularyShard) -> None:
-    """Says, once for each operation and axis, that logits are made whole."""
+def tell(name: str, shard: VocabularyShard, *, view: bool = False) -> None:
+    """Says, once for each operation and axis, that logits are made whole.
+
+    Args:
+        name: The operation's.
+        shard: The logits.
+        view: The result would share memory with the logits, and now does not.
+    """
     told = _told.setdefault(shard.axis, set())
     if name in told:
         return
     told.add(name)
     rank_zero_warn(
         f"`{name}` on logits that {shard.axis.size} ranks hold the columns of: they are made whole for it, and every rank"
-        f" gets {shard.numel() * shard.element_size():,} bytes, each time. Losses, softmax, logsumexp, argmax, topk, gather, sums"
+        f" gets {shard.numel() * shard.element_size():,} bytes, each time.{' The result is a copy: do not change it in place.' * view} Losses, softmax, logsumexp, argmax, topk, gather, sums"
         " and elementwise operations are done without that."
     )
 
@@ -34,6 +40,7 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = _written(func, args, kwargs)
     # What is overwritten with random numbers need not be known. They are drawn as one process would draw them.
     drawn = torch.Tag.nondeterministic_seeded in func.tags and func._schema.name.endswith("_")
+    view = not written and any(result.alias_info is not None for result in func._schema.returns)
     wholes: dict[int, Tensor] = {}
     shards: dict[int, VocabularyShard] = {}
 
@@ -45,7 +52,7 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if drawn and any(value is other for other in written):
                 wholes[id(value)] = value.local.new_empty(value.shape)
             else:
-                tell(func._overloadpacket.__name__, value)
+                tell(func._overloadpacket.__name__, value, view=view)
                 wholes[id(value)] = value.gathered()
         return wholes[id(value)]
 

@@ -86,7 +86,9 @@ def _log_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 @handles(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def _softmax_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, output, dim, dtype = args
-    if not isinstance(output, VocabularyShard) or (isinstance(grad, VocabularyShard) and grad.vocabulary_dim != output.vocabulary_dim):
+    if not isinstance(output, VocabularyShard) or (
+        isinstance(grad, VocabularyShard) and grad.vocabulary_dim != output.vocabulary_dim
+    ):
         return NotImplemented
     incoming = grad.local if isinstance(grad, VocabularyShard) else output.part(grad, output.vocabulary_dim)
     if dim % output.ndim != output.vocabulary_dim:
@@ -106,7 +108,8 @@ def _logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dims = [d % shard.ndim for d in dims]
     if shard.vocabulary_dim not in dims:
         return shard.like(
-            func(shard.local, dims, keepdim), shard.vocabulary_dim - (0 if keepdim else sum(d < shard.vocabulary_dim for d in dims))
+            func(shard.local, dims, keepdim),
+            shard.vocabulary_dim - (0 if keepdim else sum(d < shard.vocabulary_dim for d in dims)),
         )
     if dims != [shard.vocabulary_dim]:
         return NotImplemented

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_5d.tensor_parallel.vocabulary.registry import handles
+from lightning_5d.tensor_parallel.vocabulary.registry import by_name, handles
 from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
 
 aten = torch.ops.aten
@@ -21,15 +21,14 @@ def _dims(shard: VocabularyShard, asked: Any) -> list[int]:
     return [d % shard.ndim for d in ([asked] if isinstance(asked, int) else asked)]
 
 
-def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of an operation by name."""
-    arguments = func._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    return defaults | {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+def _stays(shard: VocabularyShard, reduced: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """What a reduction over other dimensions leaves.
 
-
-def _stays(shard: VocabularyShard, reduced: Tensor, dims: list[int], keepdim: bool) -> VocabularyShard:
-    """The shard that a reduction over other dimensions leaves."""
+    One number per column is no logits any more but a statistic, which may be kept (in the state of a metric) and sent: it is made
+    plain.
+    """
+    if reduced.ndim == 1:
+        return shard.like(reduced, 0).gathered()
     return shard.like(reduced, shard.vocabulary_dim - (0 if keepdim else sum(d < shard.vocabulary_dim for d in dims)))
 
 
@@ -46,7 +45,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @handles(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = _given(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     shard, keepdim = given["self"], given.get("keepdim", False)
     dims = _dims(shard, given.get("dim"))
     mean = func in (aten.mean.default, aten.mean.dim)
@@ -61,7 +60,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = _given(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     shard, keepdim = given["self"], given.get("keepdim", False)
     dims = _dims(shard, given.get("dim"))
     largest = func in (aten.amax.default, aten.max.default)
@@ -79,7 +78,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)
 def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = _given(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     shard, keepdim = given["self"], given.get("keepdim", False)
     dims = _dims(shard, given.get("dim"))
     if shard.vocabulary_dim not in dims:
@@ -93,7 +92,7 @@ def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.linalg_vector_norm.default)
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = _given(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     shard, order, keepdim = given["self"], given["ord"], given["keepdim"]
     dims = _dims(shard, given["dim"])
     if shard.vocabulary_dim not in dims:

@@ -35,3 +35,10 @@ def answers(*functions: Any) -> Callable[[_H], _H]:
         return handler
 
     return register
+
+
+def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of an operation of `torch.ops.aten` in the order of its signature, those that were not given, too."""
+    arguments = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_5d.tensor_parallel.vocabulary.registry import handles
+from lightning_5d.tensor_parallel.vocabulary.registry import by_name, handles
 from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
 
 aten = torch.ops.aten
@@ -52,8 +52,7 @@ def _reshape_alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @handles(aten.slice.Tensor)
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shard: VocabularyShard = args[0]
-    _, dim, start, end, step = (*args, *(None, 0, None, None, 1)[len(args) :])
+    shard, dim, start, end, step = by_name(func, args, kwargs).values()
     if dim % shard.ndim != shard.vocabulary_dim:
         return shard.like(func(shard.local, *args[1:], **kwargs))
     if step == 1 and start in (0, None) and (end is None or end >= shard.vocabulary):
@@ -103,14 +102,18 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard: VocabularyShard = args[0]
     asked = range(shard.ndim) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = [d % shard.ndim for d in asked if shard.shape[d] == 1 and d % shard.ndim != shard.vocabulary_dim]
-    return shard.like(torch.squeeze(shard.local, gone), shard.vocabulary_dim - sum(d < shard.vocabulary_dim for d in gone))
+    return shard.like(
+        torch.squeeze(shard.local, gone), shard.vocabulary_dim - sum(d < shard.vocabulary_dim for d in gone)
+    )
 
 
 @handles(aten.transpose.int)
 def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard, one, other = args
     one, other = one % shard.ndim, other % shard.ndim
-    return shard.like(func(shard.local, one, other), {one: other, other: one}.get(shard.vocabulary_dim, shard.vocabulary_dim))
+    return shard.like(
+        func(shard.local, one, other), {one: other, other: one}.get(shard.vocabulary_dim, shard.vocabulary_dim)
+    )
 
 
 @handles(aten.t.default)
@@ -140,11 +143,7 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 )  # fmt: skip
 def _along_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Operations along dimensions that stay, if the vocabulary is not one of them."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = {
-        argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()
-    }
-    given |= dict(zip(names, args, strict=False)) | kwargs
+    given = by_name(func, args, kwargs)
     shard, asked = given["self"], given.get("dims", given.get("dim"))
     dims = [asked] if isinstance(asked, int) else list(asked or ())
     if not dims or shard.vocabulary_dim in [d % shard.ndim for d in dims] or not isinstance(shard, VocabularyShard):

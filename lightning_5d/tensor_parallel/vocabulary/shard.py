@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn, cast
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+import torch._dynamo.config
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
@@ -19,6 +21,14 @@ from lightning_5d.tensor_parallel.vocabulary.registry import CALLS, OPERATIONS
 # formulas, and a gradient is again one of the two kinds, whichever the formula's operations give. Where a graph changes from one
 # kind to the other its gradient is gathered or cut, so it never has to be known which sums over ranks a formula needs.
 # Below autograd, `__torch_dispatch__` gets each single operation and runs it on the columns that this rank holds.
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _untraced(function: _F) -> _F:
+    """Keeps compiled functions from following one rank into what happens between ranks."""
+    return cast(_F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class VocabularyShard(Tensor):
@@ -46,13 +56,14 @@ class VocabularyShard(Tensor):
         """See `wrap`; this one makes no graph."""
         shape = [vocabulary if d == dim else size for d, size in enumerate(local.shape)]
         # Private; checked with torch 2.13. It is what tensors without memory of their own (DTensor) are made with.
-        shard: VocabularyShard = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        shard: VocabularyShard = Tensor._make_wrapper_subclass(
             cls, shape, strides=_dense(shape, local.stride()), dtype=local.dtype, device=local.device
         )
         shard.local, shard.axis, shard.vocabulary, shard.vocabulary_dim = local, axis, vocabulary, dim
         return shard
 
     @classmethod
+    @_untraced
     def wrap(cls, local: Tensor, *, vocabulary: int, axis: TensorAxis) -> VocabularyShard:
         """Shows this rank's columns as the whole logits.
 
@@ -71,7 +82,7 @@ class VocabularyShard(Tensor):
                 f"{axis.size} ranks with {width} columns each hold {axis.size * width}, the vocabulary has {vocabulary};"
                 f" each rank needs {-(-vocabulary // axis.size)} at least."
             )
-        return cast(VocabularyShard, _Show.apply(local, axis, vocabulary, local.ndim - 1))
+        return cast(VocabularyShard, _Show.apply(local, axis, vocabulary, local.ndim - 1))  # type: ignore[no-untyped-call]
 
     @property
     def width(self) -> int:
@@ -97,13 +108,18 @@ class VocabularyShard(Tensor):
         """`local` without padding."""
         return self.local if self.held == self.width else self.local.narrow(self.vocabulary_dim, 0, self.held)
 
+    @_untraced
     def whole(self) -> Tensor:
         """All columns, gathered, as a plain tensor with a graph. All ranks have to call it."""
-        return cast(Tensor, _MakeWhole.apply(self))
+        return cast(Tensor, _MakeWhole.apply(self))  # type: ignore[no-untyped-call]
 
     def gathered(self) -> Tensor:
         """All columns, gathered, without a graph."""
-        return self.axis.gather(self.local, self.vocabulary_dim).narrow(self.vocabulary_dim, 0, self.vocabulary).contiguous()
+        return (
+            self.axis.gather(self.local, self.vocabulary_dim)
+            .narrow(self.vocabulary_dim, 0, self.vocabulary)
+            .contiguous()
+        )
 
     def like(self, local: Tensor, dim: int | None = None) -> VocabularyShard:
         """A tensor of the same vocabulary with other contents, without a graph; `local` has padding, too."""
@@ -124,7 +140,7 @@ class VocabularyShard(Tensor):
         return place.masked_fill(absent, 0), absent
 
     @override
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         columns = f"{self.start} to {self.start + self.held - 1}" if self.held else "none"
         gradient = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else ""
         return (
@@ -141,6 +157,7 @@ class VocabularyShard(Tensor):
 
     @classmethod
     @override
+    @_untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = CALLS.get(func)
@@ -155,7 +172,8 @@ class VocabularyShard(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @override
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Runs one operation below autograd."""
         from lightning_5d.tensor_parallel.vocabulary.elementwise import elementwise, is_elementwise
         from lightning_5d.tensor_parallel.vocabulary.made_whole import run_whole
@@ -177,13 +195,13 @@ class _Show(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, local: Tensor, axis: TensorAxis, vocabulary: int, dim: int) -> VocabularyShard:  # type: ignore[override]
+    def forward(ctx: Any, local: Tensor, axis: TensorAxis, vocabulary: int, dim: int) -> VocabularyShard:
         ctx.placement = axis, vocabulary, dim, local.shape[dim]
         return VocabularyShard(local.detach(), axis, vocabulary, dim)
 
     @staticmethod
     @override
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         axis, vocabulary, dim, width = ctx.placement
         if not isinstance(grad, VocabularyShard) or grad.vocabulary_dim != dim:
             whole = grad.gathered() if isinstance(grad, VocabularyShard) else grad
@@ -201,12 +219,12 @@ class _MakeWhole(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, shard: VocabularyShard) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, shard: VocabularyShard) -> Tensor:
         return shard.gathered()
 
     @staticmethod
     @override
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -215,19 +233,19 @@ class _Guard(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, plain: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, plain: Tensor) -> Tensor:
         return plain.view_as(plain)
 
     @staticmethod
     @override
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.gathered() if isinstance(grad, VocabularyShard) else grad
 
 
 def _guard(value: Any) -> Any:
     """Sees to it that a plain tensor, a weight for example, gets a plain gradient."""
     plain = isinstance(value, Tensor) and not isinstance(value, VocabularyShard) and value.requires_grad
-    return _Guard.apply(value) if plain else value
+    return _Guard.apply(value) if plain else value  # type: ignore[no-untyped-call]
 
 
 def _keeps_arguments(func: Any) -> bool:
@@ -251,3 +269,7 @@ def _dense(shape: list[int], local_strides: tuple[int, ...]) -> list[int]:
     """Strides without holes whose dimensions have the order of those that `local` has."""
     order = sorted(range(len(shape)), key=lambda d: (-local_strides[d], d))
     return [math.prod(shape[other] for other in order[order.index(d) + 1 :]) for d in range(len(shape))]
+
+
+# A compiled function leaves these tensors to Python: to trace them would follow one rank's collectives and lose the graph.
+torch._dynamo.config.nontraceable_tensor_subclasses.add(VocabularyShard)

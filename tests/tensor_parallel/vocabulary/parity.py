@@ -49,7 +49,9 @@ def compare(
         assert one.shape == other.shape, (one.shape, other.shape)
         assert one.requires_grad == other.requires_grad
         torch.testing.assert_close(plain(other), one.detach(), rtol=rtol, atol=atol, equal_nan=True)
-    with_graph = [(one, other) for one, other in zip(wanted, got, strict=True) if isinstance(one, Tensor) and one.requires_grad]
+    with_graph = [
+        (one, other) for one, other in zip(wanted, got, strict=True) if isinstance(one, Tensor) and one.requires_grad
+    ]
     if not with_graph:
         return got
     weights = [logits(*one.shape, dtype=one.dtype, seed=1) for one, _ in with_graph]
