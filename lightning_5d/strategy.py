@@ -36,11 +36,13 @@ from lightning_5d.parallelism import Parallelism, Problem, RunContext, plugin_pr
 from lightning_5d.plan import ParallelPlan, find_plan
 from lightning_5d.precision import FiveDPrecision, fived_precision
 from lightning_5d.steps import ParallelSteps
+from lightning_5d.whole_summary import WholeSummaries
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.callbacks import Callback
 
     from lightning_5d.launch.in_process import InProcessLauncher
     from lightning_5d.launch.script import ScriptLauncher
@@ -121,6 +123,7 @@ class FiveD(ParallelSteps):
         self._ranks: ScriptLauncher | InProcessLauncher | None = None
         self._mesh: ParallelMesh | None = None
         self._setup_module: nn.Module | None = None
+        self._summaries: WholeSummaries | None = None
 
     # Configuration: before processes exist
 
@@ -296,6 +299,8 @@ class FiveD(ParallelSteps):
         if self._setup_module is not module:
             self._parallelize(module, fitting)
         if fitting:
+            if self._summaries is not None:
+                self._summaries.hand_out(_callbacks(trainer))
             self._reset_optimizers()
             with ExitStack() as contexts:
                 for applied in self.parallelized:
@@ -343,6 +348,8 @@ class FiveD(ParallelSteps):
         for applied in self.parallelized:
             applied.close()
         restore(module)  # what another Trainer's strategy may have left
+        # Elsewhere what Lightning finds is the whole module.
+        self._summaries = WholeSummaries(module, _callbacks(module.trainer)) if self.mesh.size("pp", "tp") > 1 else None
         precision.cast_activations(module, [module.get_submodule(name) for name in plan.block_names(module)])
         plugins = [plugin.surveyed(module, plan) for plugin in self.plugins]
         self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in plugins]
@@ -374,3 +381,7 @@ class FiveD(ParallelSteps):
 
     def __repr__(self) -> str:
         return f"FiveD({', '.join(plugin.short() for plugin in self.plugins)})"
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Callback]:
+    return getattr(trainer, "callbacks", [])

@@ -72,7 +72,7 @@ class Holders:
     """Which ranks of the tensor axis hold what of a module's weights.
 
     Args:
-        module: With its parameters placed; they may be sharded over data ranks, or be whole on them, later.
+        module: Its parameters may be sharded over data ranks, and be whole on them, later.
         layout: How they are placed.
         rank: This rank's place on the axis.
     """
@@ -89,11 +89,20 @@ class Holders:
     def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
         """See `lightning_5d.parallelism.Parallelized.gradient_axes`: of several copies the first one counts."""
         known = self._known.get(id(parameter))
-        if known is None or known[0] is not parameter:  # the data axis shows others during a step than between steps
-            named = self._module.named_parameters()
-            self._known = {id(found): (found, self._axes_of(plain_name(name))) for name, found in named}
+        if known is None or known[0] is not parameter:
+            self.refresh()
             known = self._known.get(id(parameter), (parameter, ()))
         return known[1]
+
+    # [Note: two tensors of one parameter]
+    # During a step the data axis has plain parameters in the module, and the optimizer has those that are there between steps:
+    # either may be asked about at any time.
+    def refresh(self) -> None:
+        """Gets to know the parameters that are in the module now, besides those it knows; to be called between steps."""
+        for name, found in self._module.named_parameters():
+            known = self._known.get(id(found))
+            if known is None or known[0] is not found:
+                self._known[id(found)] = found, self._axes_of(plain_name(name))
 
     def _axes_of(self, name: str) -> Sequence[str] | None:
         rows = self._layout.weights.get(name)

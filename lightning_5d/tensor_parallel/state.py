@@ -50,11 +50,12 @@ class PlacedWeights(Parallelized):
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
         # Now that the data axis has put its parameters into the module.
         self._partial = PartialGradients(self._module, self.layout, self.axis, self._mesh.device)
+        self._refresh()
 
     @override
     def begin_microbatch(self, *, last: bool) -> None:
         self._last = last
-        self.partial_gradients.refresh()
+        self._refresh()
 
     @override
     def before_backward(self, loss: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ class PlacedWeights(Parallelized):
         if not backward:
             yield
             return
-        self.partial_gradients.refresh()
+        self._refresh()
         self.partial_gradients.begin()
         try:
             yield
@@ -89,6 +90,11 @@ class PlacedWeights(Parallelized):
     @override
     def stored_forms(self) -> Mapping[str, StoredForm]:
         return self._holders.forms
+
+    def _refresh(self) -> None:
+        # Between steps. Parameters may have been replaced since: filled, or loaded.
+        self.partial_gradients.refresh()
+        self._holders.refresh()
 
     @override
     def close(self) -> None:

@@ -29,9 +29,15 @@ class Mixer(nn.Module):
         self.q = nn.Linear(WIDTH, HEADS * SIZE)
         self.v = nn.Linear(WIDTH, GROUPS * SIZE)
         self.gate_up = nn.Linear(WIDTH, 2 * HIDDEN, bias=False)
-        self.head_scale = nn.Parameter(torch.linspace(0.5, 1.5, SIZE))
-        self.strength = nn.Parameter(torch.tensor(0.7))
+        self.head_scale = nn.Parameter(torch.empty(SIZE))
+        self.strength = nn.Parameter(torch.empty(()))
         self.down = nn.Linear(HEADS * SIZE + HIDDEN, WIDTH)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.head_scale.copy_(torch.rand(SIZE) + 0.5)
+        self.strength.fill_(0.7)
 
     def forward(self, x: Tensor) -> Tensor:
         q = torch.tanh(self.q(x)).unflatten(-1, (-1, SIZE)) * self.head_scale
@@ -57,13 +63,18 @@ class Parted(L.LightningModule):
         torch.manual_seed(seed)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(layers))
-        self.temperature = nn.Parameter(torch.tensor(1.3))
+        self.temperature = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embed.weight
         for name, parameter in self.named_parameters():
             if any(part in name for part in frozen):
                 parameter.requires_grad_(False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.temperature.fill_(1.3)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -164,7 +175,7 @@ def compute_locally(module: nn.Module, axis: TensorAxis) -> None:
             part.register_forward_pre_hook(lambda _, args: (Enter.apply(args[0], axis),))
             part.down.register_forward_hook(row)
     embed, head = module.embed, module.head
-    if isinstance(embed, nn.Embedding):
+    if any(True for _ in embed.parameters()):  # else it is on another stage
 
         def lookup(ids: Tensor) -> Tensor:
             rows = embed.weight.shape[0]
@@ -174,7 +185,7 @@ def compute_locally(module: nn.Module, axis: TensorAxis) -> None:
             return Leave.apply(found, axis)
 
         embed.forward = lookup
-    if isinstance(head, nn.Linear):
+    if any(True for _ in head.parameters()):
         head.register_forward_pre_hook(lambda _, args: (Enter.apply(args[0], axis),))
         head.register_forward_hook(lambda _, args, out: Gathered.apply(out, axis)[..., :VOCABULARY])
 
