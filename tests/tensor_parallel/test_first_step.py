@@ -16,6 +16,7 @@ from lightning_5d import FiveD, TensorParallel, ZeRO
 from lightning_5d.launch.failure import RankFailure
 from lightning_5d.models import DecoderConfig, LanguageModel
 from lightning_5d.models.decoder import Attention as DecoderAttention
+from lightning_5d.parallelism import RunContext
 from lightning_5d.pipeline_parallel.stage.run import StageBoundary
 from lightning_5d.tensor_parallel.axis import CollectiveAxis
 from lightning_5d.tensor_parallel.first_step import FirstStep
@@ -370,6 +371,12 @@ def test_modules_known_to_mix_positions_are_problems_before_anything_runs() -> N
     model.blocks[0].add_module("pointwise", nn.Conv1d(WIDTH, WIDTH, 1))
     assert [problem.what.partition(" ")[0] for problem in mixing_problems(model, layout(True))] == ["blocks.1.conv"]
     assert mixing_problems(model, layout(False)) == []
+    module = LanguageModel(DecoderConfig(**SIZES), {"lr": 1e-2, "warmup_steps": 2})
+    module.decoder.layers[1].add_module("conv", nn.Conv1d(16, 16, 3))
+    context = RunContext(2, 1, "cpu", "32-true", {"tp": 2}, module)
+    (problem,) = TensorParallel(2, sequence_parallel=True).validate(context)
+    assert "decoder.layers.1.conv (Conv1d) mixes positions" in str(problem)
+    assert TensorParallel(2).validate(context) == []
 
 
 def test_compiled_blocks_are_left_alone_and_what_is_around_them_is_not() -> None:
