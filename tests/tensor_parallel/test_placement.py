@@ -76,9 +76,12 @@ def _meta(rank: int) -> None:
         module = Parted(layers=1)
     place(module, layout_for(module, 4), _mesh(1, 4))
     values, embed = module.layers[0].mixer.v.weight, module.embed.weight
-    assert values.is_meta and embed.is_meta
-    assert values.shape == (4 * SIZE, 8) and values.to_local().shape == (SIZE, 8)
-    assert embed.shape == (16, 8) and embed.to_local().shape == (4, 8)
+    assert values.is_meta
+    assert embed.is_meta
+    assert values.shape == (4 * SIZE, 8)
+    assert values.to_local().shape == (SIZE, 8)
+    assert embed.shape == (16, 8)
+    assert embed.to_local().shape == (4, 8)
 
 
 def test_meta_weights_stay_on_the_meta_device(ranks: RankPool) -> None:
@@ -117,4 +120,4 @@ def test_weights_cut_by_both_axes_are_put_together_and_cut_again(ranks: RankPool
 
 
 def test_the_whole_shape_is_that_of_one_process() -> None:
-    assert Rows(1, 13, tuple([*range(13), -1])).whole_shape((4, 14)) == (4, 13)
+    assert Rows(1, 13, (*range(13), -1)).whole_shape((4, 14)) == (4, 13)
