@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_5d.tensor_parallel.arguments import first_positional
@@ -197,6 +198,14 @@ class EmbeddingForward(Forward):
         return uncompiled(self._run, ids)
 
     def _run(self, ids: Tensor) -> Tensor:
+        if type(self.module).forward is nn.Embedding.forward:
+            return self._looked_up(ids)
+        # Gemma's scales what it looks up: what a class does beside that, it does with whole vectors.
+        with _Lookups(self.module.weight, self._looked_up):
+            out: Tensor = self.original(ids)
+        return out
+
+    def _looked_up(self, ids: Tensor) -> Tensor:
         module: Any = self.module
         weight: Tensor = module.weight
         rows = weight.shape[0]
@@ -207,6 +216,20 @@ class EmbeddingForward(Forward):
             padding = None
         partial = F.embedding(local.masked_fill(absent, 0), weight, padding, sparse=module.sparse)
         return leave(partial.masked_fill(absent.unsqueeze(-1), 0), self.axis)
+
+
+class _Lookups(TorchFunctionMode):
+    """Has lookups in one table done by something else."""
+
+    def __init__(self, weight: Any, lookup: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._weight, self._lookup = weight, lookup
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.embedding and args[1] is self._weight:
+            return self._lookup(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> list[nn.Parameter]:

@@ -39,9 +39,6 @@ class RegionForward(Forward):
     ) -> None:
         super().__init__(module, axis, sequence)
         self._columns = tuple(columns)
-        self._handle = (
-            None if sequence is None else module.register_forward_pre_hook(NoteHook(sequence), with_kwargs=True)
-        )
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

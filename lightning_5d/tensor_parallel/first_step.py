@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_5d.absent import Absent
 from lightning_5d.names import plain_name
+from lightning_5d.pipeline_parallel.stage.run import StageBoundary
 from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.gradient_agreement import compare as compare_gradients
 from lightning_5d.tensor_parallel.head_sizes import (
@@ -64,7 +65,7 @@ class FirstStep:
         """A context around a step's call; does nothing after the first one of its kind that ended well.
 
         Args:
-            kind: What kind of step it is: ``"train"``, ``"validate"``, …
+            kind: What kind of step it is: ``"train"``, ``"validate"``, …, and of which stage.
 
         Raises:
             MisconfigurationException: From inside, if the module's code does not fit its being cut: says what, where, and what to do.
@@ -76,6 +77,9 @@ class FirstStep:
         try:
             with watch.looking():
                 yield
+        except StageBoundary:  # a stage of a pipeline has come to its end
+            self._watched.add(kind)
+            raise
         except Exception as error:
             watch.explain(error)
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import nn
 
@@ -25,7 +26,7 @@ class Group:
     """A region in the making.
 
     Attributes:
-        name: The lowest module that holds all of its layers.
+        name: The module at whose door it is entered; the lowest that holds all of its layers if it is entered at those.
         columns: Its column layers, in module order.
         rows: Its row layers.
         door: Where it is entered.
@@ -74,15 +75,12 @@ def group_layers(
                 taken = {*columns, *rows}
                 left = [name for name in left if name not in taken]
                 whole = all(survey.styles[name].whole_outside for name in taken)
-                groups.append(
-                    Group(
-                        place,
-                        tuple(survey.columns[n] for n in columns),
-                        tuple(survey.rows[n] for n in rows),
-                        door,
-                        whole,
-                    )
-                )
+                layers = (tuple(survey.columns[n] for n in columns), tuple(survey.rows[n] for n in rows))
+                name = _closer(columns, place) if door == "layers" else None
+                if name is not None and _door(module, name, *layers, blocks, survey, sequence_parallel) == "module":
+                    groups.append(Group(name, *layers, "module", whole))
+                else:
+                    groups.append(Group(place, *layers, door, whole))
         lonely += left
     groups.sort(key=lambda group: min(order[layer.name] for layer in group.layers))
     without = [name for name in lonely if not survey.styles[name].whole_outside]
@@ -104,6 +102,17 @@ def _places(names: Sequence[str], scope: str | None) -> list[str]:
             if name == scope:
                 break
     return sorted(places, key=lambda place: -len(place.split(".")) if place else 1)
+
+
+def _closer(columns: Sequence[str], place: str) -> str | None:
+    """The lowest module that holds all column layers, if it is inside of the one that holds the row layer too.
+
+    As in BERT, where queries, keys and values are one module, and the row layer is beside a residual and a norm in another.
+    """
+    parents = [column.split(".")[:-1] for column in columns]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))
+    name = ".".join(parts[0] for parts in shared)
+    return name if len(name) > len(place) else None
 
 
 def _split(

@@ -17,7 +17,7 @@ class Region:
     """Modules between a replicated (or sequence-sharded) input and output that compute on their rank's heads or features.
 
     Attributes:
-        name: The lowest module that holds all of its column and row layers.
+        name: The lowest module that holds all of its column and row layers; or, entered at its door, that holds the column layers.
         columns: Linear layers whose outputs are cut (``colwise``). Those with the same input share one entry.
         rows: Linear layers whose inputs are cut (``rowwise``), whose outputs are sums over ranks, and whose bias is added once,
             after that. May be modules around a linear layer (adapters), then the sum is formed at their end.

@@ -19,12 +19,12 @@ sum of its own piece, and backward the other way round (Korthikanti et al., "Red
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
 from lightning_5d.pipeline_parallel.weight_products import Product, TransposedProduct
@@ -200,6 +200,20 @@ def joined_from(x: Tensor) -> tuple[Tensor, Pieces] | None:
     return None
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    # torch's `once_differentiable` would not do: it lets a backward pass to which no gradient comes, as an entry's.
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "A backward with create_graph=True came to layers on the tensor axis, which have no second derivatives. Compute them"
+                " without TensorParallel."
+            )
+        return backward(ctx, *grads)
+
+    return refusing
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -210,7 +224,7 @@ class _Enter(torch.autograd.Function):
         return x.detach() if pieces is None else pieces.join(x)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         entry: Entry = ctx.entry
         shares = entry.take()
@@ -236,7 +250,7 @@ class _Column(torch.autograd.Function):
         return layer.product.forward(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: Linear = ctx.layer
         x, weight = ctx.saved_tensors
@@ -268,7 +282,7 @@ class _Row(torch.autograd.Function):
         return out if bias is None else out.add_(bias)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: Linear = ctx.layer
         x, weight = ctx.saved_tensors
@@ -288,7 +302,7 @@ class _Leave(torch.autograd.Function):
         return axis.sum(partial) if pieces is None else pieces.start_scatter_sum(partial).wait()
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad if ctx.pieces is None else ctx.pieces.join(grad), None, None
 
@@ -300,7 +314,7 @@ class _Take(torch.autograd.Function):
         return pieces.take(whole)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.pieces.join(grad), None
 
@@ -315,7 +329,7 @@ class _Join(torch.autograd.Function):
         return joined
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.pieces.take(grad), None
 
@@ -336,7 +350,7 @@ class _JoinedColumn(torch.autograd.Function):
         return layer.product.forward(whole, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         whole, weight = ctx.saved_tensors
         of_piece, _, of_weight, of_bias, *_ = ctx.needs_input_grad

@@ -31,8 +31,8 @@ class RowForward(LinearForward):
         axis: The ranks.
         sequence: Where the sequence is cut.
         doors: The region's, where it has some.
-        split: Its input has all features, of which it takes its own: ``"inside"`` a region, where gradients are summed at its
-            entry, or ``"outside"``.
+        split: Its input has all features, of which it takes its own: ``"inside"`` a region, where the sequence is whole, or
+            ``"outside"``.
     """
 
     def __init__(
@@ -68,9 +68,7 @@ class RowForward(LinearForward):
         return out if module.bias is None else out + module.bias.to(out.dtype)
 
     def _own_features(self, x: Tensor) -> Tensor:
-        if self._split == "inside":
-            return x.chunk(self.axis.size, -1)[self.axis.rank]
-        if self.sequence is not None:
+        if self._split == "outside" and self.sequence is not None:
             x = join(x, self.sequence.pieces(x))
         return take(x, Pieces(self.axis, x.ndim - 1, x.shape[-1]))
 

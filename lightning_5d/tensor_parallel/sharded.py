@@ -44,6 +44,7 @@ class ShardedLayers(PlacedWeights):
         self._guards = FirstStep(module, layout, axis, compute)
         super().__init__(module, layout, axis, mesh)
         self._installed = install(module, layout, axis, sequence_parallel)
+        self._stage = 0
         self._random = RandomRegions(module, layout, axis.rank, mesh.device)
 
     @override
@@ -70,6 +71,11 @@ class ShardedLayers(PlacedWeights):
             self._guards.check_gradients()
 
     @override
+    def part_begins(self, stage: int) -> None:
+        super().part_begins(stage)
+        self._stage = stage
+
+    @override
     def close(self) -> None:
         self._random.close()
         self._installed.close()
@@ -78,4 +84,4 @@ class ShardedLayers(PlacedWeights):
     def _kind(self) -> str:
         trainer = getattr(self._module, "_trainer", None)
         stage = None if trainer is None else trainer.state.stage
-        return "" if stage is None else str(stage.value)
+        return f"{'' if stage is None else stage.value} {self._stage}"

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks.warm import run_warm
+
+FROM_A_SHELL = ("-m", "lightning_5d.cli")
 REPOSITORY = Path(__file__).parents[2]
 TINY = [
     "model=tiny", "trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1",
@@ -26,9 +29,14 @@ def environment():
 
 @pytest.fixture
 def fived(tmp_path, environment):
-    """Run `fived` in an empty folder; gives status, output and errors as one text."""
+    """Run `fived` in an empty folder; gives status, output and errors as one text.
 
-    def run(*arguments, launcher=("-m", "lightning_5d.cli"), timeout=55, cwd=tmp_path):
+    In a warm process, or with `launcher`, the words between `python` and the arguments, in a cold one.
+    """
+
+    def run(*arguments, launcher=None, timeout=55, cwd=tmp_path):
+        if launcher is None:
+            return run_warm("-m", "lightning_5d.cli", *arguments, folder=cwd, environment=environment, seconds=timeout)
         done = subprocess.run(
             [sys.executable, *launcher, *arguments], cwd=cwd, env=environment, timeout=timeout,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",

@@ -7,6 +7,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from lightning_5d.cli.configured import configuration_folder
+from tests.cli.conftest import FROM_A_SHELL
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def composed():
 
 
 def test_help_names_the_commands(fived):
-    status, output = fived("--help")
+    status, output = fived("--help", launcher=FROM_A_SHELL)
     assert status == 0
     assert {"train", "verify", "tokenize"} <= set(re.findall(r"^    (\w+)", output, re.MULTILINE))
 

@@ -7,6 +7,7 @@ from matplotlib import image
 
 from lightning_5d.cli import main
 from lightning_5d.pipeline_parallel import make_schedule, read_schedule
+from tests.cli.conftest import FROM_A_SHELL
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def rows(output):
 
 
 def test_it_draws_in_the_terminal_from_a_shell(fived):
-    status, output = fived("schedule", "1f1b", "--ranks", "2", "--microbatches", "3")
+    status, output = fived("schedule", "1f1b", "--ranks", "2", "--microbatches", "3", launcher=FROM_A_SHELL)
     assert status == 0
     assert "rank 1 ...F0 B0--- F1 B1--- F2 B2--- ...... bubble 3, peak 1" in output
 

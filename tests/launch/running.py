@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.ranks.warm import WarmProcess, start_warm
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 PYTHON = (sys.executable,)
@@ -22,9 +24,9 @@ LAUNCH_NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"
 
 @dataclass
 class Running:
-    """A job that has been started; every process of it carries `tag` in its environment."""
+    """A job that has been started; its processes are of one session or carry `tag` in their environment."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | WarmProcess
     tag: str
     out: Path
     err: Path
@@ -58,8 +60,10 @@ class Running:
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
                 try:
-                    state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                    if state != "Z" and mark in (folder / "environ").read_bytes().split(b"\0"):
+                    state, _, _, session = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+                    if state != "Z" and (
+                        int(session) == self.process.pid or mark in (folder / "environ").read_bytes().split(b"\0")
+                    ):
                         found.append(int(folder.name))
                 except (FileNotFoundError, ProcessLookupError, PermissionError):
                     continue
@@ -128,11 +132,11 @@ class Finished:
 def start(
     folder: Path,
     *arguments: str,
-    launcher: tuple[str, ...] = PYTHON,
+    launcher: tuple[str, ...] | None = None,
     env: Mapping[str, str] | None = None,
     script: str = "job.py",
 ) -> Running:
-    """Start a script of this folder with `arguments`."""
+    """Start a script of this folder with `arguments`: with the command `launcher`, else in a warm process."""
     tag = uuid.uuid4().hex
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_NAMES}
     environment |= {
@@ -144,11 +148,17 @@ def start(
         **(env or {}),
     }
     out, err = folder / f"{tag}.out", folder / f"{tag}.err"
+    command = [*(launcher or ()), str(HERE / script), *arguments]
+    started = time.monotonic()
+    if launcher is None:
+        return Running(
+            start_warm(*command, folder=folder, environment=environment, out=out, err=err), tag, out, err, started
+        )
     # A shell that runs tests in the background has them ignore SIGINT, which jobs would inherit.
     interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with out.open("a") as out_file, err.open("a") as err_file:
         process = subprocess.Popen(
-            [*launcher, str(HERE / script), *arguments],
+            command,
             cwd=folder,
             env=environment,
             stdout=out_file,
@@ -157,7 +167,7 @@ def start(
             start_new_session=True,
             preexec_fn=interruptible,
         )
-    return Running(process, tag, out, err, time.monotonic())
+    return Running(process, tag, out, err, started)
 
 
 def run(folder: Path, *arguments: str, seconds: float = 50.0, **options: Any) -> Finished:

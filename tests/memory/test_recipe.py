@@ -1,14 +1,14 @@
 """The picture of ZeRO-1 in fp16: what the recipe records, to the byte."""
 
 import math
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
 from lightning_5d.memory import MemoryRecord
 from lightning_5d.models import DecoderConfig, LanguageModel
+from tests.ranks.warm import run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SKIPPED, RANKS = 6, 3, 2
@@ -18,17 +18,12 @@ STEPS, SKIPPED, RANKS = 6, 3, 2
 def recorded(tmp_path_factory):
     """The folder of one run of the recipe, and what it printed."""
     folder = tmp_path_factory.mktemp("chart")
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_5d.cli",
-        "train",
-        "recipe=zero1_memory_chart",
-        f"hydra.run.dir={folder}",
-    ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return folder / "memory", run.stdout + run.stderr
+    status, output = run_warm(
+        "-m", "lightning_5d.cli", "train", "recipe=zero1_memory_chart", f"hydra.run.dir={folder}",
+        folder=ROOT, environment=os.environ, seconds=100,
+    )  # fmt: skip
+    assert status == 0, output
+    return folder / "memory", output
 
 
 @pytest.fixture(scope="module")

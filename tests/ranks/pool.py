@@ -7,7 +7,6 @@ import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,11 +20,10 @@ import torch.distributed as dist
 
 from tests.ranks.call import Call, Report
 from tests.ranks.failure import RankError, describe
+from tests.ranks.forks import Forked, ForkServer
 from tests.ranks.worker import HOST
 
-ROOT = Path(__file__).resolve().parents[2]
 MOST_RANKS = 16
-START_SECONDS = 60.0
 PEER_GRACE_SECONDS = 1.0
 """How long the others may still answer after the first failure: their own errors help to understand it."""
 DUMP_SECONDS = 2.0
@@ -36,10 +34,19 @@ TIDY_SECONDS = 15.0
 class Worker:
     """A rank process as its pool sees it."""
 
-    pid: int
+    process: Forked
     calls: Connection
     control: Connection
-    status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
+
+    @property
+    def status(self) -> int | None:
+        """What `waitpid` gave for the process, once it has ended."""
+        return self.process.status
 
 
 class RankPool:
@@ -49,8 +56,7 @@ class RankPool:
     """
 
     def __init__(self) -> None:
-        self._server: subprocess.Popen[bytes] | None = None
-        self._requests: socket.socket | None = None
+        self._server: ForkServer | None = None
         self._workers: list[Worker] = []
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
 
@@ -64,10 +70,8 @@ class RankPool:
         """End every process of the pool."""
         self._kill(self._workers)
         self._workers.clear()
-        if self._server is not None and self._requests is not None:
-            self._requests.close()
-            self._server.kill()
-            self._server.wait()
+        if self._server is not None:
+            self._server.close()
             self._server = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -161,14 +165,14 @@ class RankPool:
         failures: list[Report] = []
         waiting = dict(enumerate(workers))
         with selectors.DefaultSelector() as selector:
-            assert self._requests is not None
-            selector.register(self._requests, selectors.EVENT_READ)
+            assert self._server is not None
+            selector.register(self._server, selectors.EVENT_READ)
             for rank, worker in waiting.items():
                 selector.register(worker.calls, selectors.EVENT_READ, rank)
             while waiting and time.monotonic() < deadline:
                 for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                     if key.data is None:
-                        self._read_exit()
+                        self._server.read_exit()
                         continue
                     selector.unregister(key.fileobj)
                     # At the end of file the rank is waited for until its exit status comes from the server.
@@ -219,71 +223,21 @@ class RankPool:
 
     def _ready(self, count: int) -> list[Worker]:
         if self._server is None:
-            self._start_server()
-        self._read_exits()
+            self._server = ForkServer()
+        self._server.read_exits()
         self._workers = [worker for worker in self._workers if worker.status is None]
         while len(self._workers) < count:
             self._workers.append(self._start_worker())
         return self._workers[:count]
 
-    def _start_server(self) -> None:
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            # What a killed rank printed is in its log, not in its buffer.
-            "PYTHONUNBUFFERED": "1",
-            # TCPStore asks the name server about ::ffff:127.0.0.1; one that does not answer costs 5 s by default.
-            "RES_OPTIONS": "timeout:1 attempts:1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        }
-        if sys.platform == "linux":
-            # Otherwise gloo asks for the host's name, which need not resolve.
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        command = [sys.executable, "-m", "tests.ranks.server", str(theirs.fileno()), str(os.getpid())]
-        self._server = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT, start_new_session=True
-        )
-        theirs.close()
-        self._requests = mine
-        mine.settimeout(START_SECONDS)
-
     def _start_worker(self) -> Worker:
-        assert self._requests is not None
+        assert self._server is not None
         calls, their_calls = socket.socketpair()
         control, their_control = socket.socketpair()
-        socket.send_fds(self._requests, [b"fork"], [their_calls.fileno(), their_control.fileno()])
+        process = self._server.fork(None, their_calls.fileno(), their_control.fileno())
         their_calls.close()
         their_control.close()
-        while True:
-            kind, pid, status = self._read_message()
-            if kind == "started":
-                return Worker(pid, Connection(calls.detach()), Connection(control.detach()))
-            self._note_exit(pid, status)
-
-    def _read_message(self) -> tuple[str, int, int]:
-        assert self._requests is not None
-        message = self._requests.recv(4096)
-        if not message:
-            raise RuntimeError("the process that forks ranks has ended: see its output above")
-        kind, pid, status = pickle.loads(message)
-        return kind, pid, status
-
-    def _read_exit(self) -> None:
-        _, pid, status = self._read_message()
-        self._note_exit(pid, status)
-
-    def _read_exits(self) -> None:
-        assert self._requests is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._requests, selectors.EVENT_READ)
-            while selector.select(0):
-                self._read_exit()
-
-    def _note_exit(self, pid: int, status: int) -> None:
-        for worker in self._workers:
-            if worker.pid == pid:
-                worker.status = status
+        return Worker(process, Connection(calls.detach()), Connection(control.detach()))
 
     def _kill(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
@@ -295,7 +249,8 @@ class RankPool:
             worker.calls.close()
             worker.control.close()
         while any(worker.status is None for worker in workers):
-            self._read_exit()
+            assert self._server is not None
+            self._server.read_exit()
 
 
 def _error(reason: str, first: Report | None, reports: list[Report]) -> RankError:

@@ -15,7 +15,9 @@ import signal
 import socket
 import sys
 
+from tests.ranks.forks import Script
 from tests.ranks.parent_death import die_with_parent
+from tests.ranks.script import run_script
 
 PRELOAD = (
     "torch",
@@ -32,11 +34,12 @@ PRELOAD = (
     "lightning.pytorch.strategies",
     "tests.ranks.worker",
 )
+REQUEST_BYTES = 1 << 17
 """Imported before the first fork. None of them starts a thread, which a fork would lose (see `main`)."""
 
 
-def main(request_fd: int, parent: int) -> None:
-    """Serve fork requests until the pool closes its end."""
+def main(request_fd: int, parent: int) -> int:
+    """Serve fork requests until the pool closes its end; in a forked script, run it. Gives the exit code."""
     die_with_parent(parent)
     # Ctrl-C is the pool's to handle: it ends the ranks by closing this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -51,10 +54,11 @@ def main(request_fd: int, parent: int) -> None:
         raise RuntimeError(f"preloading started {threads - 1} threads: a fork would lose them")
     # Objects made so far are never collected, so that a collection in a child does not copy their pages.
     gc.freeze()
-    _serve(requests)
+    script = _serve(requests)
+    return 0 if script is None else run_script(script)
 
 
-def _serve(requests: socket.socket) -> None:
+def _serve(requests: socket.socket) -> Script | None:
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -65,19 +69,28 @@ def _serve(requests: socket.socket) -> None:
             _report_exits(requests)
         if requests in ready:
             fds = array.array("i")
-            message, ancillary, _, _ = requests.recvmsg(16, socket.CMSG_SPACE(2 * fds.itemsize))
+            message, ancillary, _, _ = requests.recvmsg(REQUEST_BYTES, socket.CMSG_SPACE(2 * fds.itemsize))
             if not message:
-                return
+                return None
             for _, _, payload in ancillary:
                 fds.frombytes(payload)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 for fd in (wake_read, wake_write):
                     os.close(fd)
                 requests.close()
-                _become_worker(*fds)
+                script: Script | None = pickle.loads(message)
+                die_with_parent(os.getppid())
+                os.setsid()
+                if script is None:
+                    _become_worker(*fds)
+                for number, fd in enumerate(fds, 1):
+                    os.dup2(fd, number)
+                    os.close(fd)
+                return script
             for fd in fds:
                 os.close(fd)
             requests.send(pickle.dumps(("started", pid, 0)))
@@ -97,9 +110,6 @@ def _report_exits(requests: socket.socket) -> None:
 def _become_worker(call_fd: int, control_fd: int) -> None:
     code = 1
     try:
-        die_with_parent(os.getppid())
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         from tests.ranks.worker import work
 
         work(call_fd, control_fd)
@@ -109,4 +119,5 @@ def _become_worker(call_fd: int, control_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    # A script ends as Python ends: it waits for threads, and runs what was registered for the end.
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -5,11 +5,9 @@ import pickle
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -19,7 +17,8 @@ import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.ranks import RankError, RankPool
-from tests.ranks.pool import ROOT
+from tests.ranks.forks import ROOT
+from tests.ranks.warm import start_warm
 
 
 def add_over_ranks(rank: int, scale: float) -> float:
@@ -216,7 +215,6 @@ def test_other_sizes_are_refused(ranks: RankPool, world_size: int) -> None:
 
 
 INTERRUPTED = """
-import os, sys
 from tests.ranks import RankPool
 from tests.ranks.test_pool import kill_self, pid
 pool = RankPool()
@@ -226,20 +224,18 @@ pool(3, kill_self, 9)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_no_process_outlives_the_one_that_owns_the_pool(number: signal.Signals) -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        # A shell that runs tests in the background has them ignore SIGINT, which this process would inherit.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
-    assert owner.stdout is not None
-    pids = [int(word) for word in owner.stdout.readline().split()]
-    time.sleep(0.5)
-    owner.send_signal(number)
+def test_no_process_outlives_the_one_that_owns_the_pool(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "owner.py").write_text(INTERRUPTED)
+    out = tmp_path / "out"
+    owner = start_warm(str(tmp_path / "owner.py"), folder=ROOT, environment=os.environ, out=out, err=tmp_path / "err")
+    limit = time.monotonic() + 40
+    while not (printed := out.read_text()).endswith("\n"):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    pids = [int(word) for word in printed.split()]
+    assert all(_alive(one) for one in pids)
+    time.sleep(0.2)
+    os.kill(owner.pid, number)
     assert owner.wait(10) != 0
     assert len(pids) == 4
     assert _ended(pids)

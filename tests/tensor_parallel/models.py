@@ -173,6 +173,14 @@ ENCODER_PLAN = {
 }
 
 
+POST_NORM_PLAN = {
+    "blocks.*.attention.self.query": "colwise",
+    "blocks.*.attention.self.key": "colwise",
+    "blocks.*.attention.self.value": "colwise",
+    "blocks.*.attention.output.dense": "rowwise",
+}
+
+
 class LoRA(nn.Module):
     """An adapter with the names of PEFT's."""
 
@@ -185,3 +193,10 @@ class LoRA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base_layer(x) + 2 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+def with_adapters(module: Encoder) -> Encoder:
+    for block in module.blocks:
+        block.attention.q, block.attention.out = LoRA(block.attention.q), LoRA(block.attention.out)
+        block.mlp.gate_up, block.mlp.down = LoRA(block.mlp.gate_up), LoRA(block.mlp.down)
+    return module

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_5d.pipeline_parallel.stage.run import StageBoundary
 from lightning_5d.tensor_parallel.axis import CollectiveAxis
 from lightning_5d.tensor_parallel.first_step import FirstStep
 from lightning_5d.tensor_parallel.layout import Region, Sequence, TensorLayout
@@ -297,6 +298,21 @@ def test_only_the_first_step_of_a_kind_that_ends_well_is_watched() -> None:
     step(guards, lambda: model(IDS))
     step(guards, lambda: model.head.weight.pow(2))
     assert "head.weight" in refusal(guards, lambda: model.head.weight.pow(2), "validate")
+
+
+def test_a_stage_that_comes_to_its_end_is_watched_once() -> None:
+    model = Model()
+    guards = installed(model, layout())
+
+    def stage(run: Callable[[], Any]) -> None:
+        run()
+        raise StageBoundary(None)
+
+    with pytest.raises(StageBoundary):
+        step(guards, lambda: stage(lambda: model(IDS)), "train 0")
+    with pytest.raises(StageBoundary):
+        step(guards, lambda: stage(lambda: model.head.weight.pow(2)), "train 0")
+    assert "head.weight" in refusal(guards, lambda: stage(lambda: model.head.weight.pow(2)), "train 1")
 
 
 class Averaging(Block):

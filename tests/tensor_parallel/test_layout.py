@@ -15,13 +15,14 @@ from lightning_5d.tensor_parallel.styles import STYLES
 from tests.tensor_parallel.models import (
     ENCODER_PLAN,
     HUGGING_FACE,
+    POST_NORM_PLAN,
     Attention,
     Encoder,
     GatedMLP,
     Holder,
-    LoRA,
     PostNormAttention,
     hugging_face,
+    with_adapters,
 )
 from tests.tensor_parallel.simulated import simulated
 
@@ -150,16 +151,11 @@ def test_embedding_and_head_are_cut_if_the_plan_names_one_of_them(named):
 
 
 def test_a_residual_beside_the_row_layer_is_left_out_of_the_region():
-    plan = {
-        "blocks.*.attention.self.query": "colwise",
-        "blocks.*.attention.self.key": "colwise",
-        "blocks.*.attention.self.value": "colwise",
-        "blocks.*.attention.output.dense": "rowwise",
-    }
     module = Encoder(PostNormAttention)
-    made = layout(module, 2, plan)
+    made = layout(module, 2, POST_NORM_PLAN)
     region = made.regions[0]
-    assert (region.name, region.door) == ("blocks.0.attention", "layers")
+    assert (region.name, region.door) == ("blocks.0.attention.self", "module")
+    assert region.rows == ("blocks.0.attention.output.dense",)
     assert region.attributes == {
         ("blocks.0.attention.self", "num_attention_heads"): 2,
         ("blocks.0.attention.self", "all_head_size"): 8,
@@ -195,10 +191,7 @@ def test_layers_of_attention_and_mlp_that_hang_on_one_block_are_two_regions():
 
 
 def adapted(size: int = 2) -> tuple[nn.Module, TensorLayout]:
-    module = Encoder()
-    for block in module.blocks:
-        block.attention.q, block.attention.out = LoRA(block.attention.q), LoRA(block.attention.out)
-        block.mlp.gate_up, block.mlp.down = LoRA(block.mlp.gate_up), LoRA(block.mlp.down)
+    module = with_adapters(Encoder())
     return module, layout(module, size, ENCODER_PLAN)
 
 

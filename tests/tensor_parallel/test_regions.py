@@ -1,5 +1,6 @@
 """Gradients that pass a region are those of one process, however backward is asked for."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,13 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
+from lightning_5d.pipeline_parallel.weight_products import product_of
 from lightning_5d.recomputation import KEEP_INPUTS, CheckpointedForward
+from lightning_5d.tensor_parallel import regions
 from lightning_5d.tensor_parallel.axis import TensorAxis, open_axis
 from lightning_5d.tensor_parallel.layers import install
 from lightning_5d.tensor_parallel.layout import Door, Region, Sequence, TensorLayout
 from lightning_5d.tensor_parallel.rows import even
 from tests.ranks.pool import RankPool
-from tests.tensor_parallel.by_hand import cut_weights, worst_gradient
+from tests.tensor_parallel.by_hand import cut_weights, difference, worst_gradient
 
 WIDTH, HIDDEN = 6, 8
 
@@ -259,3 +263,172 @@ def test_gradients_equal_those_of_one_process(
     found = {key[1:]: value for rank in differences for key, value in rank.items() if key[0] == name}
     assert len(found) >= 2
     assert max(found.values()) < 1e-5, found
+
+
+# How it is done.
+
+
+def _order(rank: int, deferring: bool) -> list[str]:
+    """What happens in the backward of one region, in order."""
+    axis, happened = open_axis(dist.group.WORLD), []  # type: ignore[arg-type,var-annotated]
+    model, placed = net(), layout("module", False)
+    cut_weights(model, dict(placed.weights), axis)
+    deferred = DeferredWeights([model]) if deferring else None
+    installed = install(model, placed, axis, False)
+    loss = model(batch()).sum()
+    start, product = axis.start_sum, regions.Linear.gradients
+
+    def noted(*args: object, **kwargs: object) -> object:
+        happened.append("weights")
+        return product(*args, **kwargs)  # type: ignore[arg-type]
+
+    class Noting:
+        def __init__(self, arriving: object) -> None:
+            self.arriving = arriving
+
+        def wait(self) -> Tensor:
+            happened.append("wait")
+            return self.arriving.wait()  # type: ignore[attr-defined,no-any-return]
+
+    def sent(x: Tensor) -> Noting:
+        happened.append("send")
+        return Noting(start(x))
+
+    axis.start_sum, regions.Linear.gradients = sent, noted  # type: ignore[method-assign,assignment]
+    weights = [p for n, p in model.named_parameters() if "mlp" in n and n.endswith("weight")]
+    try:
+        if deferred is None:
+            loss.backward()
+        else:
+            with deferred.collecting() as queue:
+                loss.backward()
+            assert all(weight.grad is None for weight in weights)
+            assert len(queue) == 9  # a gate that is used twice, an up and a down in each block, and the inlet
+            queue.run()
+        reference = net()
+        reference(batch()).sum().backward()
+        assert worst_gradient(model, reference, placed, axis) < 1e-5
+    finally:
+        regions.Linear.gradients = product  # type: ignore[method-assign]
+        installed.close()
+        axis.close()
+    return happened
+
+
+@pytest.mark.parametrize("deferring", [False, True])
+def test_the_gradient_of_the_input_travels_while_those_of_weights_are_computed(
+    ranks: RankPool, deferring: bool
+) -> None:
+    """Also where a schedule collects the gradients of weights: they are left to it after the sending."""
+    block = ["weights", "send", "weights", "weights", "weights", "wait"]  # first the row's
+    for happened in ranks(2, _order, deferring):
+        assert happened == block * 2
+
+
+def _hooks(rank: int) -> None:
+    axis = open_axis(dist.group.WORLD)  # type: ignore[arg-type]
+    with pair(axis, "module", False) as (reference, model, placed):
+        seen: dict[str, list[Tensor]] = {}
+        for model_name, each in (("reference", reference), ("model", model)):
+            gate, mlp = each.blocks[0].mlp.gate, each.blocks[0].mlp
+            found = seen.setdefault(model_name, [])
+            gate.weight.register_hook(lambda grad: grad * 3)
+            gate.weight.register_post_accumulate_grad_hook(lambda p, found=found: found.append(p.grad.clone()))
+            mlp.register_full_backward_hook(lambda m, into, out, found=found: found.extend((into[0], out[0])))
+            once(each)
+        whole, part = seen["reference"], seen["model"]
+        assert len(part) == len(whole) == 3
+        by_size = sorted(whole, key=Tensor.numel), sorted(part, key=Tensor.numel)
+        weights = next(t for t in whole if t.ndim == 2), next(t for t in part if t.ndim == 2)
+        assert difference(weights[1], even(0, HIDDEN).part(weights[0], rank, 2)) < 1e-5
+        for one, other in zip(*by_size, strict=True):
+            if one.ndim == 3:
+                assert difference(other, one) < 1e-5  # whole gradients, of input and of output
+        assert worst_gradient(model, reference, placed, axis) < 1e-5
+    # Who looks at the entered tensor sees all that comes to it.
+    with pair(axis, "module", False) as (reference, model, _):
+        looked: list[Tensor] = []
+        for each in (reference, model):
+            forward = each.blocks[0].mlp.gate.register_forward_pre_hook(
+                lambda m, args: args[0].register_hook(looked.append) and None
+            )
+            once(each)
+            forward.remove()
+        mine = looked[-1].clone()
+        dist.all_reduce(mine)
+        assert difference(mine, looked[0]) < 1e-5
+    axis.close()
+
+
+def test_hooks_see_whole_gradients(ranks: RankPool) -> None:
+    ranks(2, _hooks)
+
+
+def _watched(rank: int) -> None:
+    """Double backward is refused, evaluation leaves no graph, 16-bit weights work with and without autocast."""
+    axis = open_axis(dist.group.WORLD)  # type: ignore[arg-type]
+    with pair(axis, "module", False) as (_, model, _placed):
+        x = batch().requires_grad_()
+        with pytest.raises(RuntimeError, match="create_graph=True came to layers on the tensor axis"):
+            torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    for sequence in (False, True):
+        with pair(axis, "layers", sequence) as (reference, model, _placed), torch.no_grad():
+            assert not model(batch()).requires_grad
+            assert difference(model(batch(tokens=5)), reference(batch(tokens=5))) < 1e-5
+    for dtype, autocast in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
+        for sequence in (False, True):
+            with pair(axis, "module", sequence) as (reference, model, placed):
+                reference.to(dtype), model.to(dtype)
+                for each in (reference, model):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        loss = each(batch().to(dtype)).float().sum()
+                    loss.backward()
+                assert worst_gradient(model, reference, placed, axis) < 0.06, (dtype, autocast, sequence)
+                assert model.blocks[0].mlp.gate.weight.grad.dtype == dtype
+    axis.close()
+
+
+def test_double_backward_is_refused_and_16_bit_weights_and_autocast_work(ranks: RankPool) -> None:
+    ranks(2, _watched)
+
+
+def _head(rank: int) -> None:
+    axis = open_axis(dist.group.WORLD)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    whole = nn.Linear(WIDTH, 8)
+    linear = copy.deepcopy(whole)
+    cut_weights(linear, {"weight": even(0, 8), "bias": even(0, 8)}, axis)
+    product = product_of(linear)
+    assert product is not None
+    layer = regions.Linear(product)
+    scale = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(3))
+    for sliced in (False, True):
+        for model in (whole, linear):
+            model.zero_grad()
+        x = batch(tokens=7).requires_grad_()
+        out = whole(x)
+        ((out * scale).sum() + x.square().sum()).backward()
+        expected, x.grad = x.grad, None
+        pieces = regions.Pieces(axis, 1, 7)
+        piece = regions.take(x, pieces)
+        joined = regions.join(piece * 1, pieces)
+        axis.traffic.reset()
+        given = joined[:, slice(0, None), :][..., :] if sliced else joined
+        local = regions.head(given, linear.weight, linear.bias, layer, axis)
+        # Others read the whole tensor beside the head.
+        ((local * scale.chunk(2, -1)[rank]).sum() + joined.square().sum()).backward(retain_graph=True)
+        assert difference(local, out.chunk(2, -1)[rank]) < 1e-5
+        assert difference(x.grad, expected) < 1e-5
+        assert difference(linear.weight.grad, whole.weight.grad.chunk(2)[rank]) < 1e-5
+        assert difference(linear.bias.grad, whole.bias.grad.chunk(2)[rank]) < 1e-5
+        # The head's gradient goes straight to the pieces; the gather is that of the cut.
+        assert axis.traffic.calls == {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 1}
+        part = regions.head(joined[:, 1:], linear.weight, linear.bias, layer, axis)
+        assert difference(part, out.chunk(2, -1)[rank][:, 1:]) < 1e-5
+        part.sum().backward()
+        assert axis.traffic.calls["all_reduce"] == 1  # a real slice takes the long way
+    axis.close()
+
+
+def test_a_head_behind_the_sequence_sends_its_gradient_once_and_others_get_theirs(ranks: RankPool) -> None:
+    ranks(2, _head)
