@@ -75,8 +75,7 @@ LAYOUTS: dict[str, tuple[Layout, Layout]] = {
     "tp2xpp2-to-dp4": ((2, 1, 2, 1), (1, 4, 1, 1)),
     "tp4-to-pp4": ((1, 1, 4, 0), (4, 1, 1, 0)),
     "dp2xtp2-to-one": ((1, 2, 2, 3), ONE),
-    "dp4-to-tp2xpp2": ((1, 4, 1, 2), (2, 1, 2, 0)),
-    "tp2xpp2xdp2-to-tp4": ((2, 2, 2, 3), (1, 1, 4, 1)),
+    "dp4-to-tp2xpp2xdp2": ((1, 4, 1, 2), (2, 2, 2, 3)),
 }
 
 
@@ -146,7 +145,7 @@ def _used_whole(rank: int, layout: Layout) -> tuple[Tensor, float, bool]:
     return logits, loss, module.head.weight is module.embed.weight
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 4, 0), (1, 2, 2, 1), (1, 2, 2, 3)], ids=str)
+@pytest.mark.parametrize("layout", [(1, 1, 4, 0), (1, 2, 2, 3)], ids=str)
 def test_a_trained_module_answers_and_validates_as_in_one_process(ranks: RankPool, layout: Layout) -> None:
     module, trainer = Parted(), quiet(devices=1)
     trainer.fit(module, rows(8, 4))
@@ -175,7 +174,7 @@ class Still(Parted):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 4, 0), (1, 2, 2, 3), (2, 1, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [(1, 1, 4, 0), (2, 1, 2, 3)], ids=str)
 def test_meta_weights_get_the_values_of_one_process(ranks: RankPool, layout: Layout) -> None:
     arguments = {**TRAINER, "env": {"PL_GLOBAL_SEED": "7"}}
     expected = ranks(1, _from_meta, ONE, **arguments)[0]
@@ -250,7 +249,7 @@ def _written(rank: int, layout: Layout) -> dict[str, Tensor]:
     return trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2, 0), (1, 2, 2, 0), (1, 2, 2, 1), (1, 2, 2, 3)], ids=str)
+@pytest.mark.parametrize("layout", [(1, 1, 2, 0), (1, 2, 2, 1)], ids=str)
 def test_what_a_step_writes_to_weights_is_kept(ranks: RankPool, layout: Layout) -> None:
     alone = Writing()
     quiet(devices=1).fit(alone, rows(8, 4))
