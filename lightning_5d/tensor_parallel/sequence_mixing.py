@@ -36,7 +36,7 @@ def mixing_problems(module: nn.Module, layout: TensorLayout) -> list[Problem]:
     if layout.sequence is None:
         return []
     regions = tuple(f"{region.name}." for region in layout.regions if region.door == "module")
-    problems = []
+    problems = _collecting(module)
     for block in layout.sequence.blocks:
         try:
             inside = module.get_submodule(block)
@@ -52,6 +52,20 @@ def mixing_problems(module: nn.Module, layout: TensorLayout) -> list[Problem]:
                     "Use TensorParallel without sequence_parallel.",
                 )
             )
+    return problems
+
+
+def _collecting(module: nn.Module) -> list[Problem]:
+    """Settings of Hugging Face models that have hooks keep what blocks compute, of which each rank has a part."""
+    problems = []
+    for name, inner in module.named_modules():
+        config = getattr(inner, "config", None)
+        for flag in ("output_router_logits", "output_hidden_states"):
+            if config is not None and getattr(config, flag, False) is True:
+                what = f"{name or type(inner).__name__} has config.{flag}=True: with sequence_parallel=True each rank keeps those of its own tokens."
+                problems.append(Problem(what, f"Set {flag}=False, or use TensorParallel without sequence_parallel."))
+        if problems:
+            break  # modules inside share the config
     return problems
 
 

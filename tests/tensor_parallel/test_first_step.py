@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,6 +371,9 @@ def test_modules_known_to_mix_positions_are_problems_before_anything_runs() -> N
     model.blocks[1].attn.add_module("conv", nn.Conv1d(WIDTH, WIDTH, 3))
     model.blocks[0].add_module("pointwise", nn.Conv1d(WIDTH, WIDTH, 1))
     assert [problem.what.partition(" ")[0] for problem in mixing_problems(model, layout(True))] == ["blocks.1.conv"]
+    assert mixing_problems(model, layout(False)) == []
+    model.config = SimpleNamespace(output_router_logits=True, output_hidden_states=False)
+    assert "output_router_logits" in mixing_problems(model, layout(True))[0].what
     assert mixing_problems(model, layout(False)) == []
     module = LanguageModel(DecoderConfig(**SIZES), {"lr": 1e-2, "warmup_steps": 2})
     module.decoder.layers[1].add_module("conv", nn.Conv1d(16, 16, 3))
