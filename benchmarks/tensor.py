@@ -15,10 +15,7 @@ import dataclasses
 import os
 import statistics
 import sys
-import time
-import traceback
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +23,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.contestants import ceiling, trainer
 from benchmarks.decoder import SIZES, Decoder, Size
-from benchmarks.ranks import RANKS, answers_of, join
+from benchmarks.ranks import RANKS, answers_of, timed
 
 WARM_UP = 3
 ROWS = {"1": 1, "2": RANKS}
@@ -187,35 +183,13 @@ CONTESTANTS: dict[str, Callable[[Size], Any]] = {
 
 def run_rank(rank: int, port: int, size: Size, name: str, steps: int, results: Any) -> None:
     """One rank of one contestant in one round: puts (seconds, processor seconds) of a step."""
-    try:
-        join(rank, port)
-        generator = torch.Generator().manual_seed(rank if name == "ceiling" else 0)
-        batches = [
-            torch.randint(size.vocabulary, (2, size.batch, size.tokens), generator=generator).unbind()
-            for _ in range(WARM_UP + steps)
-        ]
-        wall, processor = [time.perf_counter()], [time.process_time()]
-
-        def tick() -> None:
-            wall.append(time.perf_counter())
-            processor.append(time.process_time())
-
-        step = CONTESTANTS[name](size)
-        dist.barrier()
-        if name.startswith(("Lightning", "FiveD")):
-            step(batches, tick)
-        else:
-            for tokens, targets in batches:
-                step(tokens, targets)
-                tick()
-        took = [b - a for a, b in pairwise(wall)][WARM_UP:]
-        used = [b - a for a, b in pairwise(processor)][WARM_UP:]
-        results.put((rank, statistics.median(took), statistics.mean(used)))
-    except BaseException:
-        results.put((rank, traceback.format_exc()))
-    results.close()
-    results.join_thread()
-    os._exit(0)
+    generator = torch.Generator().manual_seed(rank if name == "ceiling" else 0)
+    batches: list[Any] = [
+        torch.randint(size.vocabulary, (2, size.batch, size.tokens), generator=generator).unbind()
+        for _ in range(WARM_UP + steps)
+    ]
+    fits = name.startswith(("Lightning", "FiveD"))
+    timed(rank, port, lambda: CONTESTANTS[name](size), batches, WARM_UP, fits, results)
 
 
 def compare(size_name: str, names: list[str], rounds: int, steps: int, rows: int) -> None:

@@ -33,11 +33,6 @@ class Layer:
     out_vectors: tuple[str, ...] = ()
     in_vectors: tuple[str, ...] = ()
 
-    @property
-    def adapted(self) -> bool:
-        """Whether there is more than the linear layer."""
-        return self.name != self.base or bool(self.ins or self.outs)
-
 
 def read_layer(root: nn.Module, name: str) -> Layer | str:
     """The linear layer that a name stands for, or why there is none, as the end of a sentence that begins with the name."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_5d.gradients import values_of
+from lightning_5d.gradients import give_gradient, values_of
 from lightning_5d.names import plain_name
 from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.layout import TensorLayout
@@ -89,7 +89,7 @@ class PartialGradients:
         total = self._axis.sum(places.flat)
         for weight, mine in zip(weights, places.taken(total), strict=True):
             if mine is not None:
-                _give(weight.parameter, mine)
+                give_gradient(weight.parameter, mine)
 
     def drop(self) -> None:
         """Forgets a window that has failed, with its gradients."""
@@ -148,21 +148,3 @@ def _weights(module: nn.Module, layout: TensorLayout, size: int) -> Iterator[_We
             if copies > 1:
                 seen.add(id(parameter))
                 yield _Weight(owner, key, copies, parameter)
-
-
-def _give(parameter: Tensor, total: Tensor) -> None:
-    local = values_of(parameter)
-    if parameter.grad is not None:
-        values_of(parameter.grad).copy_(total.view(local.shape))
-        return
-    grad: Tensor = total.view(local.shape).to(local.dtype)
-    if isinstance(parameter, DTensor):
-        grad = DTensor.from_local(
-            grad,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    parameter.grad = grad
