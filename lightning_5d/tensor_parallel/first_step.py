@@ -183,7 +183,7 @@ class _Watch(TorchFunctionMode):
             if name in self._cut:
                 raise MisconfigurationException(
                     f"{self._named(name)} failed in its first run with sequence_parallel=True, where it gets {self._length} positions of the"
-                    f" sequence (dimension 1) on each of {self._size} ranks: {type(error).__name__}: {error}. If it needs all of them outside"
+                    f" sequence (dimension 1) on each of {self._size} ranks: {_written(error)}. If it needs all of them outside"
                     " of attention and feed-forward layers, use TensorParallel without sequence_parallel."
                 ) from error
 
@@ -192,7 +192,7 @@ class _Watch(TorchFunctionMode):
         counts = f" The whole has {heads[0].count} heads." if heads else ""
         return (
             f"{self._named(name)} failed in its first run on its part of the features ({self._size} ranks of the tensor axis):"
-            f" {type(error).__name__}: {error}.{counts}"
+            f" {_written(error)}.{counts}"
             f"{f' Numbers of the whole model in it: {suspects}.' if suspects else ''} Reshape by the size of a head and not by the count of"
             " heads, x.view(B, T, -1, head_size), or take its layers out of the plan of TensorParallel."
         )
@@ -294,6 +294,10 @@ class _Watch(TorchFunctionMode):
     def _named(self, name: str) -> str:
         kind = type(self._module.get_submodule(name)).__name__
         return f"{name} ({kind})" if name else kind
+
+
+def _written(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(". ")
 
 
 def _more(found: dict[str, float], worst: str) -> str:

@@ -84,10 +84,12 @@ class TensorParallel(Parallelism):
 
     def _layout(self, module: nn.Module, plan: ParallelPlan) -> tuple[TensorLayout, list[Problem]]:
         from lightning_5d.tensor_parallel.plan import layout_of
+        from lightning_5d.tensor_parallel.sequence_mixing import mixing_problems
 
         if self.plan is not None:
             plan = dataclasses.replace(plan, tensor=self.plan)
-        return layout_of(module, plan, self.size, self.sequence_parallel)
+        layout, problems = layout_of(module, plan, self.size, self.sequence_parallel)
+        return layout, [*problems, *mixing_problems(module, layout)]
 
 
 @dataclass(frozen=True)
