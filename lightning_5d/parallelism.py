@@ -275,6 +275,10 @@ class Parallelized:
         """How those weights are stored that are not as in a checkpoint, by name; a weight with several names under each."""
         return {}
 
+    def describe(self) -> str:
+        """What the axis has made of the module, for people: a table or a few lines. Empty where there is nothing to tell."""
+        return ""
+
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """A context in which parameters are whole on every rank. All ranks enter it together."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,7 @@ from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.initialization import materialize, meta_tensors, synchronize_values
 from lightning_5d.logs import attach as attach_logs
 from lightning_5d.mesh import DATA_AXES, ParallelMesh, resolve_sizes
-from lightning_5d.parallelism import Parallelism, Problem, RunContext, plugin_problems, raise_problems
+from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, plugin_problems, raise_problems
 from lightning_5d.plan import ParallelPlan, find_plan
 from lightning_5d.precision import FiveDPrecision, fived_precision
 from lightning_5d.steps import ParallelSteps
@@ -378,6 +378,22 @@ class FiveD(ParallelSteps):
             self.accelerator.teardown()
         if self._ranks is not None:
             self._ranks.finish()
+
+    def describe(self) -> str:
+        """What the strategy does, for people: the mesh, the plugins, and what each axis has made of the module.
+
+        The mesh is known from the `setup` hooks on, and the axes are at work once the strategy has been set up, as in `on_fit_start`; before
+        that their places say so. No communication: each rank may call it by itself, and describes itself.
+        """
+        lines = [f"Mesh: {self._mesh.describe() if self._mesh is not None else 'none yet, processes have not started'}"]
+        applied: Sequence[Parallelized | None] = self.parallelized or [None] * len(self.plugins)
+        for plugin, at_work in zip(self.plugins, applied, strict=True):
+            lines += ["", f"{plugin.axis}: {plugin.short()}"]
+            if at_work is None:
+                lines[-1] += ", not at work yet"
+            elif report := at_work.describe():
+                lines += ["", report]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"FiveD({', '.join(plugin.short() for plugin in self.plugins)})"

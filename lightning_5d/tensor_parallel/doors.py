@@ -19,7 +19,8 @@ from lightning_5d.tensor_parallel.forwards import (
     uncompiled,
 )
 from lightning_5d.tensor_parallel.regions import enter
-from lightning_5d.tensor_parallel.sequence import SequenceCut, length_on, mark, marked
+from lightning_5d.tensor_parallel.sequence import SequenceCut, marked
+from lightning_5d.whole_length import length_on, mark
 
 
 class RegionForward(Forward):

@@ -20,7 +20,7 @@ from lightning_5d.tensor_parallel.columns import (
     WholeFeatures,
 )
 from lightning_5d.tensor_parallel.doors import BlockForward, CutHook, NoteHook, RegionForward, WholeHook
-from lightning_5d.tensor_parallel.forwards import Forward, linear_product
+from lightning_5d.tensor_parallel.forwards import Forward, linear_product, nothing
 from lightning_5d.tensor_parallel.layout import Region, TensorLayout
 from lightning_5d.tensor_parallel.row_layers import BiaslessForward, RowForward, RowsInsideForward
 from lightning_5d.tensor_parallel.sequence import SequenceCut
@@ -79,7 +79,8 @@ class _Installation:
                     "Sequence parallelism needs a layout that says between which modules the sequence is cut."
                 )
             self.blocks = layout.sequence.blocks
-            self.sequence = SequenceCut(axis, staged=any(self.find(name) is None for name in self.blocks))
+            elsewhere = next((name for name in self.blocks if self.find(name) is None), None)
+            self.sequence = SequenceCut(axis, None if elsewhere is None else self.received(elsewhere))
 
     def run(self) -> None:
         """Puts everything in place."""
@@ -208,6 +209,11 @@ class _Installation:
     def held(self, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
         """Those modules that this rank holds."""
         return [(name, module) for name in names if (module := self.find(name)) is not None]
+
+    def received(self, name: str) -> Callable[[], Any]:
+        """Gives what a stage gets in place of a block of another one."""
+        absent = self.root.get_submodule(name)
+        return absent.received if isinstance(absent, Absent) else nothing
 
     def find(self, name: str) -> nn.Module | None:
         """A module, if this rank holds it.

@@ -1,23 +1,25 @@
 """How long the sequence is where ranks hold pieces of it.
 
 A piece does not tell the length of the whole: of 7 and of 8 tokens two ranks hold 4 each. So the tensor that is handed from
-block to block carries it, as an attribute, which a block that backward runs again finds on its saved input. Where it is lost, the
-length of the present forward counts.
+block to block carries it (`lightning_5d.whole_length`), which a block that backward runs again finds on its saved input, and a later
+pipeline stage on what it gets. Where it is lost, the length of the present forward counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.pieces import Pieces
 from lightning_5d.tensor_parallel.regions import join, take
+from lightning_5d.whole_length import length_on, mark
 
 DIM = 1
-_LENGTH = "_fived_length"
 
 
 class SequenceCut:
@@ -25,11 +27,12 @@ class SequenceCut:
 
     Args:
         axis: The ranks.
-        staged: This rank does not hold all blocks: pieces come to it whose whole it has not seen.
+        received: Gives what the present pipeline stage got from the one before, ``None`` on the first stage: pieces whose whole this
+            rank has not seen. ``None`` where this rank holds all blocks.
     """
 
-    def __init__(self, axis: TensorAxis, *, staged: bool) -> None:
-        self._axis, self._staged = axis, staged
+    def __init__(self, axis: TensorAxis, received: Callable[[], Any] | None = None) -> None:
+        self._axis, self._received = axis, received
         self._open: int | None = None
         self._inside: int | None = None
         self._seen: dict[int, set[int]] = {}
@@ -38,19 +41,14 @@ class SequenceCut:
         """This rank's piece of a whole activation (B, T, D).
 
         Raises:
-            ValueError: If it has no sequence, or one that pipeline stages cannot be handed pieces of.
+            ValueError: If it has no sequence.
         """
         if x.ndim < 3:
             raise ValueError(
                 f"Sequence parallelism cuts activations of shape (batch, tokens, features), and a block got one of {tuple(x.shape)}."
                 " Train without it: TensorParallel(..., sequence_parallel=False)."
             )
-        length, size = x.shape[DIM], self._axis.size
-        if self._staged and length % size:
-            raise ValueError(
-                f"A sequence of {length} tokens cannot be cut into {size} equal pieces, and later pipeline stages would not know where"
-                f" it ends. Pad batches to {-(-length // size) * size} tokens, or train without sequence parallelism."
-            )
+        length = x.shape[DIM]
         pieces = Pieces(self._axis, DIM, length)
         if not in_backward():
             self._open = length
@@ -59,7 +57,7 @@ class SequenceCut:
 
     def cut_if_whole(self, x: Tensor) -> Tensor:
         """The same for the input of a later block, if it has come from outside of the blocks."""
-        if self._staged or in_backward() or x.ndim < 3 or length_on(x) is not None:
+        if self._received is not None or in_backward() or x.ndim < 3 or length_on(x) is not None:
             return x
         if self._open is not None and x.shape[DIM] == -(-self._open // self._axis.size):
             return x
@@ -82,6 +80,8 @@ class SequenceCut:
         whole = length_on(piece)
         if whole is None:
             whole = self._inside if self._inside is not None else self._guess(length)
+        elif self._received is not None:
+            self._seen.setdefault(length, set()).add(whole)
         pieces = Pieces(self._axis, DIM, whole)
         if pieces.length != length:
             raise ValueError(
@@ -125,10 +125,12 @@ class SequenceCut:
         self._inside = before
 
     def _guess(self, length: int) -> int:
-        if self._staged:
-            return length * self._axis.size
-        if not in_backward() and self._open is not None:
-            return self._open
+        if not in_backward():
+            received = None if self._received is None else self._received()
+            if received is not None:
+                return self._length_on_received(received)
+            if self._open is not None:
+                return self._open
         seen = self._seen.get(length, {length * self._axis.size})
         if len(seen) > 1:
             raise ValueError(
@@ -138,17 +140,15 @@ class SequenceCut:
             )
         return next(iter(seen))
 
-
-def mark(piece: Tensor, length: int) -> Tensor:
-    """Notes on a piece how long the whole is."""
-    piece.__dict__[_LENGTH] = length
-    return piece
-
-
-def length_on(piece: Tensor) -> int | None:
-    """What was noted."""
-    length: int | None = piece.__dict__.get(_LENGTH)
-    return length
+    def _length_on_received(self, received: Any) -> int:
+        for leaf in tree_leaves(received):
+            if isinstance(leaf, Tensor) and (length := length_on(leaf)) is not None:
+                self._seen.setdefault(-(-length // self._axis.size), set()).add(length)
+                return length
+        raise ValueError(
+            "The pipeline stage before has handed on a piece of the sequence without its length: a hook on the last block of that"
+            " stage makes another tensor of what the block returns. Take the hook off, or train without sequence parallelism."
+        )
 
 
 def marked(output: Any, like: Tensor, length: int) -> Any:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 from typing_extensions import override
 
@@ -17,6 +18,7 @@ from lightning_5d.tensor_parallel.first_step import FirstStep
 from lightning_5d.tensor_parallel.layers import install
 from lightning_5d.tensor_parallel.layout import TensorLayout
 from lightning_5d.tensor_parallel.random_regions import RandomRegions
+from lightning_5d.tensor_parallel.report import describe_layout
 from lightning_5d.tensor_parallel.state import PlacedWeights
 
 
@@ -54,7 +56,16 @@ class ShardedLayers(PlacedWeights):
     @override
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._guards.watching(self._kind()):
-            return step(*args, **kwargs)
+            output = step(*args, **kwargs)
+        if not self.layout.heads:
+            return output
+        from lightning_5d.tensor_parallel.vocabulary import with_whole_logits
+
+        return with_whole_logits(output, training=self._run_stage() == RunningStage.TRAINING)
+
+    @override
+    def describe(self) -> str:
+        return describe_layout(self.layout, self.axis.size)
 
     @override
     def after_backward(self) -> None:
@@ -82,6 +93,9 @@ class ShardedLayers(PlacedWeights):
         super().close()
 
     def _kind(self) -> str:
-        trainer = getattr(self._module, "_trainer", None)
-        stage = None if trainer is None else trainer.state.stage
+        stage = self._run_stage()
         return f"{'' if stage is None else stage.value} {self._stage}"
+
+    def _run_stage(self) -> RunningStage | None:
+        trainer = getattr(self._module, "_trainer", None)
+        return None if trainer is None else trainer.state.stage

@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_5d import PipelineParallel, TensorParallel, ZeRO
 from lightning_5d.pipeline_parallel import SCHEDULES
 from tests.ranks.pool import RankPool
-from tests.tensor_parallel.parity import compare, decoder
+from tests.tensor_parallel.parity import Dealt, Rows, compare, decoder
 
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
 
@@ -34,3 +35,23 @@ def test_tied_embeddings_on_the_first_and_last_stage(ranks: RankPool) -> None:
 def test_sixteen_ranks(ranks: RankPool) -> None:
     plugins = PipelineParallel(2, microbatches=4), TensorParallel(4, sequence_parallel=True), ZeRO(stage=1)
     compare(ranks, decoder(num_layers=3), *plugins, world=16, rows=32, batch=8, tokens=8)
+
+
+class Varying(Rows):
+    """Rows of 7 and of 8 tokens in turn, four of each: of both, four ranks hold 2 tokens each."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        return {name: value[: 7 + index // 4 % 2] for name, value in row.items()}
+
+
+def _varying() -> Dealt:
+    return Dealt(Varying(16, 8), 4)
+
+
+@pytest.mark.parametrize(("schedule", "checkpointing"), [("1f1b", None), ("zb_v", "full")])
+def test_stages_know_lengths_that_the_ranks_do_not_divide(ranks: RankPool, schedule: str, checkpointing: Any) -> None:
+    pipeline = PipelineParallel(2, schedule=schedule, microbatches=4)
+    tensor = TensorParallel(4, sequence_parallel=True)
+    strategy = {"activation_checkpointing": checkpointing}
+    compare(ranks, decoder(num_layers=4), pipeline, tensor, world=8, data=_varying, strategy=strategy)

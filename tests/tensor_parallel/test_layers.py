@@ -15,8 +15,10 @@ from lightning_5d.models import Decoder
 from lightning_5d.tensor_parallel.axis import TensorAxis, open_axis
 from lightning_5d.tensor_parallel.layers import install
 from lightning_5d.tensor_parallel.layout import Region, Sequence, TensorLayout
+from lightning_5d.tensor_parallel.pieces import Pieces
 from lightning_5d.tensor_parallel.rows import Rows, even
 from lightning_5d.tensor_parallel.vocabulary import VocabularyShard
+from lightning_5d.whole_length import mark
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.by_hand import (
     at_work,
@@ -349,26 +351,34 @@ def test_what_cannot_be_right_is_refused_and_nothing_is_left(ranks: RankPool) ->
     ranks(2, _refusals)
 
 
+class _Earlier(Absent):
+    """A block of an earlier stage; the code around makes another tensor of what it gives."""
+
+    def received(self) -> Tensor:
+        return self.piece
+
+    def __call__(self, x: Tensor, *args: Tensor) -> Tensor:
+        return self.piece * 1
+
+
 def _stages(rank: int) -> None:
-    model = decoder()
+    reference, model = decoder(), decoder()
+    handed_on: list[Tensor] = []
+    reference.layers[0].register_forward_hook(lambda module, args, output: handed_on.append(output))
+    expected = reference(_ids(7))
     layout = decoder_layout(model, sequence=True)
-    model.layers[1] = stand_in(_Elsewhere, model.layers[1], "layers.1")
     axis = open_axis(dist.group.WORLD)  # type: ignore[arg-type]
-    cut_weights(model, {n: r for n, r in layout.weights.items() if not n.startswith("layers.1.")}, axis)
+    piece = Pieces(axis, 1, 7).take(handed_on[0])
+    model.layers[0] = stand_in(_Earlier, model.layers[0], "layers.0", piece=piece)
+    cut_weights(model, {n: r for n, r in layout.weights.items() if not n.startswith("layers.0.")}, axis)
     installed = install(model, layout, axis, True)
-    with pytest.raises(ValueError, match=r"7 tokens cannot be cut into 2 equal pieces.* Pad batches to 8 tokens"):
+    with pytest.raises(ValueError, match="handed on a piece of the sequence without its length"):
         model(_ids(7))
-    assert model(_ids(8)).shape == (ROWS, 8, 24)
+    mark(piece, 7)
+    assert difference(model(_ids(7)), expected) < 1e-5
     installed.close()
     axis.close()
 
 
-class _Elsewhere(Absent):
-    """Hands on what it gets."""
-
-    def __call__(self, x: Tensor, *args: Tensor) -> Tensor:
-        return x
-
-
-def test_pipeline_stages_refuse_lengths_that_they_could_not_tell(ranks: RankPool) -> None:
+def test_a_pipeline_stage_needs_the_length_of_what_it_gets_a_piece_of(ranks: RankPool) -> None:
     ranks(2, _stages)

@@ -13,6 +13,7 @@ from lightning_5d.tensor_parallel.vocabulary import (  # noqa: F401 - what they 
     shapes,
 )
 from lightning_5d.tensor_parallel.vocabulary.cross_entropy import cross_entropy
+from lightning_5d.tensor_parallel.vocabulary.outputs import with_whole_logits
 from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
 
-__all__ = ["VocabularyShard", "cross_entropy"]
+__all__ = ["VocabularyShard", "cross_entropy", "with_whole_logits"]
