@@ -242,11 +242,26 @@ class _Watch(TorchFunctionMode):
         here = self._heads.pop(name, None)
         if here:
             whole = self._run_whole(name, here)
-            self._checked.add(self._whole[name].key)
             different = compare(here, whole) if isinstance(whole, list) else None
             if different is not None:
                 raise MisconfigurationException(self._of_heads(name, *different))
+        self._look_at_features(name, here)
         self._inputs.pop(name, None)
+
+    def _look_at_features(self, name: str, heads: list[Heads] | None) -> None:
+        if name not in self._inputs:
+            return
+        self._checked.add(self._whole[name].key)
+        inputs = self._inputs_of_whole(name, heads)
+        with self._unwatched():
+            found = self._whole[name].uses(self._module.get_submodule(name), *inputs)
+        if found is not None:
+            raise MisconfigurationException(
+                f"{self._named(name)} {found}. It has a part of the features, or the heads, on each of {self._size} ranks of the tensor axis,"
+                " and would compute something else without failing: between its layers, code may only work on single features, or on whole"
+                " heads; it may not send its input past them, and only sums of its layers' outputs may leave it. Move that out of"
+                f" {type(self._module.get_submodule(name)).__name__}, or take its layers out of the plan of TensorParallel."
+            )
 
     def _of_heads(self, name: str, here: Heads, whole: Heads) -> str:
         suspects = self._whole[name].suspects([whole])
@@ -266,28 +281,32 @@ class _Watch(TorchFunctionMode):
     def _run_whole(self, name: str, here: list[Heads] | None) -> list[Heads] | Exception | None:
         if name not in self._inputs:
             return None
+        inputs = self._inputs_of_whole(name, here)
+        with self._unwatched():
+            return self._whole[name].run(self._module.get_submodule(name), *inputs)
+
+    def _inputs_of_whole(self, name: str, here: list[Heads] | None) -> Any:
         inputs = self._inputs[name]
         if self._length is not None and name in self._doors:
             inputs = lengthened(inputs, here[0].length if here else self._length * self._size)
+        return inputs
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        # Private; checked with torch 2.13. Modes are a stack, and somebody may have put one on top.
         watched = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
         if watched:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
-            return self._whole[name].run(self._module.get_submodule(name), *inputs)
+            yield
         finally:
             if watched:
                 self.__enter__()  # type: ignore[no-untyped-call]
 
     def _apart(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def unwatched(*args: Any, **kwargs: Any) -> Any:
-            # Private; checked with torch 2.13. Modes are a stack, and somebody may have put one on top.
-            if _get_current_function_mode() is not self:  # type: ignore[no-untyped-call]
+            with self._unwatched():
                 return compiled(*args, **kwargs)
-            self.__exit__(None, None, None)
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                self.__enter__()
 
         return unwatched
 
