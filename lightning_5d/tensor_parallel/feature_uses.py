@@ -28,8 +28,27 @@ _ENTERED, _CUT, _SUM = "entered", "cut", "sum"
 _PRODUCTS = frozenset(["matmul", "__matmul__", "bmm", "mm", "linear"])
 _VIEWS = frozenset(["view", "reshape", "unflatten"])
 _ARITHMETIC = frozenset(
-    ("add", "sub", "mul", "div", "pow", "rsub", "true_divide", "multiply", "divide")
-    + tuple(f"__{side}{name}__" for name in ("add", "sub", "mul", "pow", "truediv") for side in ("", "r"))
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "pow",
+        "rsub",
+        "true_divide",
+        "multiply",
+        "divide",
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__mul__",
+        "__rmul__",
+        "__pow__",
+        "__rpow__",
+        "__truediv__",
+        "__rtruediv__",
+    ]
 )
 
 

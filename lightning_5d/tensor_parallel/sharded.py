@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_5d.mesh import ParallelMesh
@@ -55,6 +55,11 @@ class ShardedLayers(PlacedWeights):
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._guards.watching(self._kind()):
             return step(*args, **kwargs)
+
+    @override
+    def before_backward(self, loss: Tensor) -> Tensor:
+        self._guards.note_loss(loss)
+        return super().before_backward(loss)
 
     @override
     def after_backward(self) -> None:
