@@ -43,8 +43,30 @@ def sharded_optimizer_problems(optimizers: Iterable[Optimizer], stage: int) -> l
     return problems
 
 
+def cut_optimizer_problems(optimizers: Iterable[Optimizer], ranks: int) -> list[Problem]:
+    """Optimizers that need more of a weight than ranks of the tensor axis store of it.
+
+    What they store may be in another order than the whole, padded, and with heads that are there several times.
+    """
+    names = [type(optimizer).__name__ for optimizer in optimizers]
+    return [
+        Problem(
+            f"{name} {_WHOLE_TENSOR[name]}, and TensorParallel({ranks}) cuts them.",
+            "Use another optimizer, or leave TensorParallel out.",
+        )
+        for name in names
+        if name in _WHOLE_TENSOR and name != "LBFGS"
+    ]
+
+
 def module_problems(
-    module: nn.Module, stage: int, ranks: int, callbacks: Sequence[Callback] = (), *, cast: bool = False
+    module: nn.Module,
+    stage: int,
+    ranks: int,
+    callbacks: Sequence[Callback] = (),
+    *,
+    cast: bool = False,
+    tensor: int = 1,
 ) -> list[Problem]:
     """Parts of a module that would train to other numbers than in one process, or not at all.
 
@@ -54,13 +76,14 @@ def module_problems(
         ranks: Number of data ranks.
         callbacks: The Trainer's.
         cast: Whether modules compute from 16-bit copies of the weights.
+        tensor: Ranks of the tensor axis.
     """
     problems = []
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         fix = "Run the module once on a small batch in `setup` or `configure_model`, or give its layers their sizes."
         problems.append(Problem(f"Parameters of lazy modules have no shape yet: {_listed(lazy)}.", fix))
-    if ranks == 1 and not cast:
+    if ranks == 1 and not cast and tensor == 1:
         return problems
     for name, child in module.named_modules():
         if not isinstance(child, nn.Embedding | nn.EmbeddingBag):
@@ -71,9 +94,12 @@ def module_problems(
             what = f"{name} has max_norm={child.max_norm}: its forward changes the weight by each rank's own batch."
             fix = "Normalize the rows in forward, or limit the weight in `on_train_batch_end`, the same on all ranks."
             problems.append(Problem(what, fix))
-    if stage > 0 or cast:
+    if stage > 0 or cast or tensor > 1:
         why = f"ZeRO stage {stage} shards them" if stage > 0 else "mixed precision puts copies in their place"
         instead = "FiveDPrecision(..., autocast=True) and ZeRO(stage=0)" if cast else "ZeRO(stage=0)"
+        if tensor > 1:
+            why = f"TensorParallel({tensor}) puts each rank's part in their place"
+            instead = f"{instead} without TensorParallel"
         hooked = list(_hooked(module))
         if hooked:
             what = f"Hooks on these parameters would be lost when {why}: {_listed(hooked)}."

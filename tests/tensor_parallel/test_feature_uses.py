@@ -8,10 +8,12 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_5d import FiveD, TensorParallel
+from lightning_5d.data_parallel.compatibility import cut_optimizer_problems, module_problems
 from lightning_5d.parallelism import RunContext
 from lightning_5d.plan import ParallelPlan
 from lightning_5d.tensor_parallel.first_step import FirstStep
@@ -190,3 +192,21 @@ def test_blocks_that_are_known_to_mix_positions_are_refused_under_sequence_paral
 def test_a_plan_that_is_no_mapping_of_text_is_refused(plan: Any) -> None:
     (problem,) = TensorParallel(2, plan=plan).validate(RunContext(2, 1, "cpu", "32-true", {"tp": 2}, nn.Linear(2, 2)))
     assert repr(plan) in problem.what
+
+
+def test_hooks_on_parameters_and_averages_of_weights_are_refused_at_stage_0() -> None:
+    module = nn.Linear(4, 4)
+    module.weight.register_hook(lambda gradient: 2 * gradient)
+    found = module_problems(module, 0, 1, [StochasticWeightAveraging(1e-3)], tensor=2)
+    assert [problem.what.split(" when ")[0].split(", and ")[0] for problem in found] == [
+        "Hooks on these parameters would be lost",
+        "StochasticWeightAveraging averages whole parameters",
+    ]
+    assert module_problems(module, 0, 1, [StochasticWeightAveraging(1e-3)]) == []
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor", "Rprop"])
+def test_optimizers_of_whole_matrices_are_refused(kind: str) -> None:
+    optimizers = [getattr(torch.optim, kind)([nn.Parameter(torch.ones(2, 2))]), torch.optim.SGD([torch.ones(1)])]
+    (problem,) = cut_optimizer_problems(optimizers, 2)
+    assert problem.what.startswith(f"{kind} ")
