@@ -7,7 +7,6 @@ shard at once: a value is a function of seed and name, never of rank, and the pe
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -141,7 +140,7 @@ def _initial_values(
     forms: Mapping[str, StoredForm | None],
 ) -> dict[str, Tensor]:
     """Full-size values of a module's own tensors, made on a copy so that the original may be sharded."""
-    twin = copy.copy(owner)
+    twin = _shallow_copy(owner)
     object.__setattr__(twin, "_parameters", dict(owner._parameters))
     object.__setattr__(twin, "_buffers", dict(owner._buffers))
     # Children are copied whole: an initializer that also sets them must not touch the originals.
@@ -165,9 +164,32 @@ def _initial_values(
 
 
 def _empty_copy(child: nn.Module, device: torch.device) -> nn.Module:
-    own = sum(p.numel() for p in child.parameters())
-    twin = copy.deepcopy(child) if own else child
-    return twin.to_empty(device=device) if own and meta_tensors(twin) else twin
+    """The same module with tensors of its own, down to the last one inside."""
+    if not any(True for _ in child.parameters()):
+        return child
+    twin = _shallow_copy(child)
+    parameters = {
+        key: None if p is None else nn.Parameter(_own(p, device), p.requires_grad)
+        for key, p in child._parameters.items()
+    }
+    buffers = {key: None if b is None else _own(b, device) for key, b in child._buffers.items()}
+    modules = {key: None if m is None else _empty_copy(m, device) for key, m in child._modules.items()}
+    for name, tensors in (("_parameters", parameters), ("_buffers", buffers), ("_modules", modules)):
+        object.__setattr__(twin, name, tensors)
+    return twin
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    # Not by `copy`: sharded modules refuse that, or are constructed anew (FSDP2 in torch 2.13).
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    return twin
+
+
+def _own(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.is_meta:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return tensor.detach().clone()
 
 
 def _placed(full: Tensor, like: Tensor, device: torch.device) -> Tensor:

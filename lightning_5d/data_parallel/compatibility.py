@@ -27,36 +27,25 @@ def sharded_optimizer_problems(optimizers: Iterable[Optimizer], stage: int) -> l
     problems = []
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        reason = next((_WHOLE_TENSOR[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in _WHOLE_TENSOR), None)
-        if reason is not None and stage > 0:
-            what = f"{name} {reason}, and ZeRO stage {stage} spreads them over the data ranks."
+        if needs_whole_tensors(optimizer) is not None and stage > 0:
+            what = f"{name} {needs_whole_tensors(optimizer)}, and ZeRO stage {stage} spreads them over the data ranks."
             problems.append(Problem(what, "Use ZeRO(stage=0), or another optimizer."))
         elif any(group.get("fused") for group in optimizer.param_groups) and not isinstance(
             optimizer, _FUSED_ON_SHARDS
         ):
             made = f"sharded tensors, which ZeRO stage {stage} makes"
             if stage == 0:
-                made = "distributed tensors, which mixed precision makes of weights at any stage"
+                made = "distributed tensors, which mixed precision and the tensor axis make of weights at any stage"
             what = f"{name}(fused=True) has no kernel for {made}."
             instead = "Leave fused out, or use ZeRO(stage=0)" if stage else "Leave fused out"
             problems.append(Problem(what, f"{instead}; Adam and AdamW may be fused."))
     return problems
 
 
-def cut_optimizer_problems(optimizers: Iterable[Optimizer], ranks: int) -> list[Problem]:
-    """Optimizers that need more of a weight than ranks of the tensor axis store of it.
-
-    What they store may be in another order than the whole, padded, and with heads that are there several times.
-    """
-    names = [type(optimizer).__name__ for optimizer in optimizers]
-    return [
-        Problem(
-            f"{name} {_WHOLE_TENSOR[name]}, and TensorParallel({ranks}) cuts them.",
-            "Use another optimizer, or leave TensorParallel out.",
-        )
-        for name in names
-        if name in _WHOLE_TENSOR and name != "LBFGS"
-    ]
+def needs_whole_tensors(optimizer: Optimizer) -> str | None:
+    """What an optimizer does with whole tensors, in words; ``None`` if parts of them do as well."""
+    kinds = (kind.__name__ for kind in type(optimizer).__mro__)
+    return next((_WHOLE_TENSOR[name] for name in kinds if name in _WHOLE_TENSOR), None)
 
 
 def module_problems(
@@ -100,7 +89,7 @@ def module_problems(
         if tensor > 1:
             why = f"TensorParallel({tensor}) puts each rank's part in their place"
             instead = f"{instead} without TensorParallel"
-        hooked = list(_hooked(module))
+        hooked = list(hooked_parameters(module))
         if hooked:
             what = f"Hooks on these parameters would be lost when {why}: {_listed(hooked)}."
             fix = f"Change gradients in `on_before_optimizer_step`, or use {instead}."
@@ -112,7 +101,8 @@ def module_problems(
     return problems
 
 
-def _hooked(module: nn.Module) -> Iterator[str]:
+def hooked_parameters(module: nn.Module) -> Iterator[str]:
+    """Names of parameters with hooks on their gradients, which are lost when others take their place."""
     for name, parameter in module.named_parameters():
         # Checked with torch 2.13: where tensors keep hooks of `register_hook` and of the accumulated gradient.
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):

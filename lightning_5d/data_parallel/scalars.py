@@ -55,7 +55,10 @@ class ScalarParams:
             if param is not None and param is not self.sharded[index]:
                 self.sharded[index] = param  # replaced, as to_empty() and load_state_dict(assign=True) do
             plain, sharded = self._plain[index], self.sharded[index]
-            plain.data = sharded.data.to_local()  # type: ignore[attr-defined]
+            local = sharded.data.to_local()  # type: ignore[attr-defined]
+            if plain.device != local.device:  # it was on the meta device
+                plain = self._plain[index] = nn.Parameter(local)
+            plain.data = local
             plain.requires_grad_(sharded.requires_grad)
         self._register(self._plain)
         self._computing = True

@@ -42,7 +42,7 @@ class ColumnForward(LinearForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = None if torch.compiler.is_compiling() or len(args) != 1 or kwargs else self.layer
         if layer is None or not torch.is_grad_enabled() or not self.plain(args[0]):
-            out = self.original(*args, **kwargs)
+            out = self.run(*args, **kwargs)
         else:
             out = column(args[0], *self.weight_and_bias(), layer)
         return out if self._whole is None else uncompiled(self._whole, out)
@@ -139,7 +139,7 @@ class OwnDoorForward(LinearForward):
             self._doors.forget()
         layer = None if torch.compiler.is_compiling() or rest or names else self.layer
         if layer is None or not torch.is_grad_enabled() or not self.plain(inside):
-            out = self.original(inside, *rest, **names)
+            out = self.run(inside, *rest, **names)
         else:
             out = column(inside, *self.weight_and_bias(), layer)
         return out if self._whole is None else uncompiled(self._put_together, out)
@@ -177,7 +177,7 @@ class HeadForward(LinearForward):
         if layer is not None and self.plain(x):
             local = head(x, *self.weight_and_bias(), layer, self.axis)
         else:
-            local = self.original(enter(x, self.axis))
+            local = self.run(enter(x, self.axis))
         return VocabularyShard.wrap(local, vocabulary=self._vocabulary, axis=self.axis)
 
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -53,7 +54,7 @@ class RegionForward(Forward):
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = uncompiled(self._enter, args, kwargs)
-        return self.original(*args, **kwargs)
+        return self.run(*args, **kwargs)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         place = door_of(args, kwargs)
@@ -80,13 +81,17 @@ class BlockForward(Forward):
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.sequence is None or (place := door_of(args, kwargs)) is None:
-            return self.original(*args, **kwargs)
+            return self.run(*args, **kwargs)
         x = argument(args, kwargs, place)
-        piece = self.sequence.cut_if_whole(x)
+        piece = uncompiled(self.sequence.cut_if_whole, x)
         if piece is not x:
             args, kwargs = with_argument(args, kwargs, place, piece)
-        with self.sequence.inside(piece) as length:
-            return marked(self.original(*args, **kwargs), piece, length)
+        before, length = uncompiled(self.sequence.begin, piece)
+        try:
+            output = self.run(*args, **kwargs)
+        finally:
+            uncompiled(self.sequence.end, before)
+        return uncompiled(marked, output, piece, length)
 
 
 class CutHook:
@@ -101,6 +106,7 @@ class CutHook:
     def __reduce__(self) -> Any:
         return nothing, ()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cuts the first tensor."""
         place = door_of(args, kwargs)
@@ -112,9 +118,8 @@ class CutHook:
 class WholeHook(CutHook):
     """Comes behind the last module that has pieces of the sequence."""
 
-    def __call__(  # type: ignore[override]
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Makes the first tensor whole."""
         first = output[0] if isinstance(output, tuple | list) else output
         place = door_of(args, kwargs)
@@ -129,6 +134,7 @@ class WholeHook(CutHook):
 class NoteHook(CutHook):
     """Notes the length on the input of a region, where a recomputation of the region finds it."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes it."""
         place = door_of(args, kwargs)

@@ -204,14 +204,14 @@ class _Watch(TorchFunctionMode):
                     return  # the cut itself has said what is wrong
                 raise MisconfigurationException(
                     f"{self._named(name)} failed in its first run with sequence_parallel=True, where it gets {self._length} positions of the"
-                    f" sequence (dimension 1) on each of {self._size} ranks: {type(error).__name__}: {error}. If it needs all of them outside"
+                    f" sequence (dimension 1) on each of {self._size} ranks: {_written(error)}. If it needs all of them outside"
                     " of attention and feed-forward layers, use TensorParallel without sequence_parallel."
                 ) from error
 
         if self._between and self._length is not None:
             raise MisconfigurationException(
                 f"{self._running.place} failed in its first run with sequence_parallel=True, between blocks, where activations have"
-                f" {self._length} positions of the sequence (dimension 1) on each of {self._size} ranks: {type(error).__name__}: {error}. If it"
+                f" {self._length} positions of the sequence (dimension 1) on each of {self._size} ranks: {_written(error)}. If it"
                 " brings anything from before the first block to what comes behind, use TensorParallel without sequence_parallel."
             ) from error
 
@@ -220,7 +220,7 @@ class _Watch(TorchFunctionMode):
         counts = f" The whole has {heads[0].count} heads." if heads else ""
         return (
             f"{self._named(name)} failed in its first run on its part of the features ({self._size} ranks of the tensor axis):"
-            f" {type(error).__name__}: {error}.{counts}"
+            f" {_written(error)}.{counts}"
             f"{f' Numbers of the whole model in it: {suspects}.' if suspects else ''}"
             f"{_BY_HEADS if heads or suspects else _BY_PARTS}, or take its layers out of the plan of TensorParallel."
         )
@@ -341,6 +341,10 @@ class _Watch(TorchFunctionMode):
     def _named(self, name: str) -> str:
         kind = type(self._module.get_submodule(name)).__name__
         return f"{name} ({kind})" if name else kind
+
+
+def _written(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(". ")
 
 
 def _more(found: dict[str, float], worst: str) -> str:

@@ -62,6 +62,13 @@ class Forward:
         found: Callable[..., Any] = self.previous or type(self.module).forward.__get__(self.module)
         return found
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls it."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        # Not through a bound method: `torch.compile`, where it leaves a frame, takes that for the module's present forward.
+        return type(self.module).forward(self.module, *args, **kwargs)
+
     @property
     def axis(self) -> TensorAxis:
         """The ranks.
@@ -78,7 +85,7 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
-        return self.original(*args, **kwargs)
+        return self.run(*args, **kwargs)
 
     def close(self) -> None:
         """Gives the module its own forward back, unless somebody else has put one around this one."""
@@ -130,13 +137,9 @@ def multiplied(module: nn.Module, x: Tensor, weight: Any) -> Tensor:
     return x @ weight if isinstance(linear_product(module), TransposedProduct) else F.linear(x, weight)
 
 
-def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls what communicates; a compiled module is left for it."""
-    return _left(function, *args) if torch.compiler.is_compiling() else function(*args)
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _left(function: Callable[..., Any], *args: Any) -> Any:
+def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls what communicates, or knows tensors by more than their values; compiled code is left for it."""
     return function(*args)
 
 

@@ -11,9 +11,10 @@ import copy
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -76,7 +77,11 @@ class WholeRegion:
     """
 
     def __init__(self, module: nn.Module, region: Region, layout: TensorLayout) -> None:
-        self._hollow, self._region = _hollow(module), region
+        try:
+            self._hollow: nn.Module | None = _hollow(module)
+        except _NotAloneError:
+            self._hollow = None
+        self._region = region
         self._prefix = prefix = f"{region.name}." if region.name else ""
         self._partial = {name.removeprefix(prefix) for name in layout.partial if name.startswith(prefix)}
         inside = (*layout.embeddings, *layout.heads, *(other.name for other in layout.regions if other is not region))
@@ -93,15 +98,15 @@ class WholeRegion:
             self._shapes[name] = tuple(shape)
         self.key = type(module), tuple(self._shapes.values())
         known = {attribute for _, attribute in region.attributes}
-        widths = {shape[0] for name, shape in self._shapes.items() if prefix + name in layout.weights}
-        self._numbers = {
-            key: value for key, value in _numbers(module) if key not in known and _counts(key, value, widths)
-        }
+        self._widths = {shape[0] for name, shape in self._shapes.items() if prefix + name in layout.weights}
+        self._numbers = {key: value for key, value in _numbers(module) if key not in known}
 
     def suspects(self, heads: Sequence[Heads] = ()) -> str:
         """Attributes that may hold a count of the whole model, for a message."""
         counts = {found.count for found in heads}
-        chosen = {key: value for key, value in self._numbers.items() if value in counts} or self._numbers
+        chosen = {key: value for key, value in self._numbers.items() if value in counts and not _of_one(key)} or {
+            key: value for key, value in self._numbers.items() if value in self._widths or _is_count(key)
+        }
         return ", ".join(f"{key}={value}" for key, value in sorted(chosen.items()))
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> list[Heads] | Exception:
@@ -112,6 +117,8 @@ class WholeRegion:
             args: Positional arguments, as `outlined`.
             kwargs: Keyword arguments, as `outlined`.
         """
+        if self._hollow is None:
+            return _NotAloneError()
         recorder = Recorder()
         error = self._run(self._hollow, module, self._shapes, args, kwargs, recorder)
         return recorder.found if error is None else error
@@ -126,7 +133,7 @@ class WholeRegion:
             args: Positional arguments, as `outlined`.
             kwargs: Keyword arguments, as `outlined`.
         """
-        if not self._plain:
+        if not self._plain or self._hollow is None:
             return None
         local = {name: tuple(weight.shape) for name, weight in module.named_parameters(remove_duplicate=False)}
         part = _hollow(self._hollow)
@@ -245,6 +252,10 @@ class Recorder(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+class _NotAloneError(Exception):
+    """A module cannot be run without itself."""
+
+
 def whole_regions(module: nn.Module, layout: TensorLayout) -> Iterator[tuple[str, WholeRegion]]:
     """The regions that this rank has, by name, before they are cut."""
     for region in layout.regions:
@@ -257,7 +268,7 @@ def whole_regions(module: nn.Module, layout: TensorLayout) -> Iterator[tuple[str
 def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Whole numbers that the user's code keeps in a module, or in its configuration."""
     for inner in module.modules():
-        if type(inner).__module__.startswith("torch."):
+        if isinstance(inner, nn.Linear) or type(inner).__module__.startswith("torch."):
             continue
         for holder in (inner, getattr(inner, "config", None)):
             for key, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
@@ -265,14 +276,22 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
                     yield key, value
 
 
-def _counts(key: str, value: int, widths: Collection[int]) -> bool:
-    of_one = any(word in key for word in ("size", "dim", "width"))
-    return value in widths or (("head" in key or key.startswith("n_")) and not of_one)
+def _of_one(key: str) -> bool:
+    return any(word in key for word in ("size", "dim", "width"))
+
+
+def _is_count(key: str) -> bool:
+    return ("head" in key or key.startswith(("n_", "num_"))) and not _of_one(key)
 
 
 def _hollow(module: nn.Module) -> nn.Module:
     """A module of the same class, with the same attributes and no hooks, whose weights can be replaced."""
     new = copy.copy(module)
+    own = vars(module).get("forward")
+    if own is not None:
+        if getattr(own, "__self__", None) is not module:
+            raise _NotAloneError  # it may hold on to the module itself, and would run that
+        new.__dict__["forward"] = MethodType(own.__func__, new)
     for key in ("_parameters", "_buffers", "_modules"):
         new.__dict__[key] = dict(vars(module)[key])
     for key in _HOOKS:

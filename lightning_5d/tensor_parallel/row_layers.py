@@ -105,7 +105,7 @@ class RowsInsideForward(Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._doors is not None:
             self._doors.forget()
-        return uncompiled(self._leave, self.original(*args, **kwargs))
+        return uncompiled(self._leave, self.run(*args, **kwargs))
 
     def _leave(self, partial: Tensor) -> Tensor:
         pieces = None if self.sequence is None else self.sequence.pieces_of_whole(partial)

@@ -7,8 +7,6 @@ length of the present forward counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -111,15 +109,20 @@ class SequenceCut:
         """This rank's piece of a whole activation inside of the blocks."""
         return mark(take(whole, self.pieces_of_whole(whole)), whole.shape[DIM])
 
-    @contextmanager
-    def inside(self, x: Tensor) -> Iterator[int]:
-        """A context in which a block runs on a piece; gives the length of the whole."""
+    def begin(self, x: Tensor) -> tuple[int | None, int]:
+        """A block begins to run on a piece; returns what `end` has to be given, and the length of the whole."""
         before, self._inside = self._inside, None
         try:
-            self._inside = self.pieces(x).whole
-            yield self._inside
-        finally:
+            length = self.pieces(x).whole
+        except BaseException:
             self._inside = before
+            raise
+        self._inside = length
+        return before, length
+
+    def end(self, before: int | None) -> None:
+        """The block has run."""
+        self._inside = before
 
     def _guess(self, length: int) -> int:
         if self._staged:

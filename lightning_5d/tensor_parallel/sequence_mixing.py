@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_5d.parallelism import Problem
 from lightning_5d.tensor_parallel.layout import TensorLayout
-from lightning_5d.tensor_parallel.problems import generic
 
 _MODULES = (
     nn.modules.conv._ConvNd,
@@ -37,7 +36,7 @@ def mixing_problems(module: nn.Module, layout: TensorLayout) -> list[Problem]:
     if layout.sequence is None:
         return []
     regions = tuple(f"{region.name}." for region in layout.regions if region.door == "module")
-    problems: dict[Problem, None] = {}
+    problems = []
     for block in layout.sequence.blocks:
         try:
             inside = module.get_submodule(block)
@@ -46,13 +45,14 @@ def mixing_problems(module: nn.Module, layout: TensorLayout) -> list[Problem]:
         for name, inner in inside.named_modules(prefix=block):
             if not isinstance(inner, _MODULES) or f"{name}.".startswith(regions) or _is_pointwise(inner):
                 continue
-            problem = Problem(
-                f"{generic(name)} ({type(inner).__name__}) mixes positions, of which each rank has a part with sequence_parallel=True: it"
-                " is inside of a block and outside of the regions where the sequence is whole.",
-                "Use TensorParallel without sequence_parallel.",
+            problems.append(
+                Problem(
+                    f"{name} ({type(inner).__name__}) mixes positions, of which each rank has a part with sequence_parallel=True: it is"
+                    f" inside the block {block} and outside of the regions where the sequence is whole.",
+                    "Use TensorParallel without sequence_parallel.",
+                )
             )
-            problems[problem] = None
-    return list(problems)
+    return problems
 
 
 def _is_pointwise(module: nn.Module) -> bool:

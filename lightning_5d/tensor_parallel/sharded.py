@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_5d.data_parallel.compatibility import cut_optimizer_problems
 from lightning_5d.mesh import ParallelMesh
-from lightning_5d.parallelism import Part, Problem
+from lightning_5d.parallelism import Part
 from lightning_5d.tensor_parallel.axis import open_axis
 from lightning_5d.tensor_parallel.first_step import FirstStep
 from lightning_5d.tensor_parallel.layers import install
@@ -81,10 +79,6 @@ class ShardedLayers(PlacedWeights):
     def part_begins(self, stage: int) -> None:
         super().part_begins(stage)
         self._stage = stage
-
-    @override
-    def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
-        return cut_optimizer_problems(optimizers, self.axis.size)
 
     @override
     def close(self) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_5d.data_parallel.compatibility import needs_whole_tensors
 from lightning_5d.mesh import ParallelMesh
-from lightning_5d.parallelism import Parallelized, Part, StoredForm
+from lightning_5d.parallelism import Parallelized, Part, Problem, StoredForm
 from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.layout import TensorLayout
 from lightning_5d.tensor_parallel.partial_gradients import PartialGradients
@@ -90,6 +92,17 @@ class PlacedWeights(Parallelized):
     @override
     def stored_forms(self) -> Mapping[str, StoredForm]:
         return self._holders.forms
+
+    @override
+    def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
+        return [
+            Problem(
+                f"{type(optimizer).__name__} {reason}, and {self.axis.size} ranks of the tensor axis have a part of them each.",
+                "Use another optimizer.",
+            )
+            for optimizer in optimizers
+            if (reason := needs_whole_tensors(optimizer)) is not None
+        ]
 
     def _refresh(self) -> None:
         # Between steps. Parameters may have been replaced since: filled, or loaded.

@@ -68,10 +68,9 @@ class TensorParallel(Parallelism):
         if problems or context.module is None or self.size == 1:
             return problems
         from lightning_5d.plan import find_plan
-        from lightning_5d.tensor_parallel.sequence_mixing import mixing_problems
 
-        layout, problems = self._layout(context.module, find_plan(context.module, context.plan))
-        return [*problems, *mixing_problems(context.module, layout)]
+        _, problems = self._layout(context.module, find_plan(context.module, context.plan))
+        return problems
 
     @override
     def surveyed(self, module: nn.Module, plan: ParallelPlan) -> Parallelism:
@@ -90,10 +89,12 @@ class TensorParallel(Parallelism):
 
     def _layout(self, module: nn.Module, plan: ParallelPlan) -> tuple[TensorLayout, list[Problem]]:
         from lightning_5d.tensor_parallel.plan import layout_of
+        from lightning_5d.tensor_parallel.sequence_mixing import mixing_problems
 
         if self.plan is not None:
             plan = dataclasses.replace(plan, tensor=self.plan)
-        return layout_of(module, plan, self.size, self.sequence_parallel)
+        layout, problems = layout_of(module, plan, self.size, self.sequence_parallel)
+        return layout, [*problems, *mixing_problems(module, layout)]
 
 
 @dataclass(frozen=True)

@@ -106,10 +106,14 @@ class WeightUses:
                 f"{text} That is an output layer tied to the embedding. Make it a module of its own, head = nn.Linear(..., bias=False)"
                 f" with head.weight = {name}, call that, and name it in the plan; or take {owner} out of the plan."
             )
+        there = (
+            "it is a part of the weight"
+            if weight.cut
+            else "each rank has the same gradient, and it would count several times"
+        )
         return (
-            f"{text} There it is a part of the weight, or gets a part of its gradient twice. Call the module; write a penalty on weights as"
-            " the optimizer's weight_decay, or add its gradient in on_before_optimizer_step, where weights and gradients are DTensors; or"
-            f" take {owner} out of the plan of TensorParallel."
+            f"{text} There {there}. Call the module; write a penalty on weights as the optimizer's weight_decay, or add its gradient in"
+            f" on_before_optimizer_step, where weights and gradients are DTensors; or take {owner} out of the plan of TensorParallel."
         )
 
 

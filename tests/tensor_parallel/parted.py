@@ -202,6 +202,6 @@ class Parts(Parallelism):
         return {"tp": self.size}
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
-        axis = open_axis(mesh.group("tp"))
+        axis = open_axis(mesh.group("tp"), mesh.device)
         compute_locally(module, axis)
         return PlacedWeights(module, layout_for(module, self.size), axis, mesh)

@@ -12,6 +12,11 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_5d import FiveD, TensorParallel, ZeRO
+from lightning_5d.launch.failure import RankFailure
+from lightning_5d.models import DecoderConfig, LanguageModel
+from lightning_5d.models.decoder import Attention as DecoderAttention
+from lightning_5d.parallelism import RunContext
 from lightning_5d.pipeline_parallel.stage.run import StageBoundary
 from lightning_5d.tensor_parallel.axis import CollectiveAxis
 from lightning_5d.tensor_parallel.first_step import FirstStep
@@ -19,6 +24,9 @@ from lightning_5d.tensor_parallel.layout import Region, Sequence, TensorLayout
 from lightning_5d.tensor_parallel.rows import Rows, even
 from lightning_5d.tensor_parallel.sequence_mixing import mixing_problems
 from tests.ranks.pool import RankPool
+from tests.tensor_parallel.parity import SIZES, Dealt
+from tests.tensor_parallel.parity import Rows as TokenRows
+from tests.trainers import quiet
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 16, 4, 12, 6
 
@@ -363,6 +371,12 @@ def test_modules_known_to_mix_positions_are_problems_before_anything_runs() -> N
     model.blocks[0].add_module("pointwise", nn.Conv1d(WIDTH, WIDTH, 1))
     assert [problem.what.partition(" ")[0] for problem in mixing_problems(model, layout(True))] == ["blocks.1.conv"]
     assert mixing_problems(model, layout(False)) == []
+    module = LanguageModel(DecoderConfig(**SIZES), {"lr": 1e-2, "warmup_steps": 2})
+    module.decoder.layers[1].add_module("conv", nn.Conv1d(16, 16, 3))
+    context = RunContext(2, 1, "cpu", "32-true", {"tp": 2}, module)
+    (problem,) = TensorParallel(2, sequence_parallel=True).validate(context)
+    assert "decoder.layers.1.conv (Conv1d) mixes positions" in str(problem)
+    assert TensorParallel(2).validate(context) == []
 
 
 def test_compiled_blocks_are_left_alone_and_what_is_around_them_is_not() -> None:
@@ -413,3 +427,43 @@ def test_a_gradient_that_ranks_have_a_summand_of_is_refused_on_all_of_them(ranks
     one, other = ranks(2, _gradients, "summands", dtype)
     assert one == other
     assert one.startswith("After the first backward the gradient of norm.weight is not the same on the 2 ranks")
+
+
+class Unasked(DecoderAttention):
+    """Counts heads by numbers of its own, of names that nobody knows."""
+
+    rows, others = 4, 4
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        pairs = ((self.q_proj, self.rows), (self.k_proj, self.others), (self.v_proj, self.others))
+        q, k, v = (layer(x).view(*x.shape[:2], count, -1).transpose(1, 2) for layer, count in pairs)
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Penalized(LanguageModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.decoder.lm_head.weight.pow(2).sum()
+
+
+def _fitted(rank: int, what: str, sequence: bool, checkpointing: str | None) -> str:
+    kind = Penalized if what == "penalty" else LanguageModel
+    module = kind(DecoderConfig(**{**SIZES, "num_kv_heads": 4}), {"lr": 1e-2, "warmup_steps": 2})
+    if what == "heads":
+        for block in module.decoder.layers:
+            block.self_attn.__class__ = Unasked
+    plugins = ZeRO(stage=1), TensorParallel(2, sequence_parallel=sequence)
+    trainer = quiet(strategy=FiveD(*plugins, activation_checkpointing=checkpointing), devices=2)
+    with pytest.raises((MisconfigurationException, RankFailure)) as caught:
+        trainer.fit(module, datamodule=Dealt(TokenRows(8, 6), 4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("sequence", "checkpointing"), [(False, None), (True, "full")])
+@pytest.mark.parametrize(
+    ("what", "words"), [("penalty", "lm_head.weight is cut"), ("heads", "self_attn (Unasked) makes 4 heads of size 2")]
+)
+def test_in_a_trainer_all_ranks_end_with_the_error(
+    ranks: RankPool, what: str, words: str, sequence: bool, checkpointing: str | None
+) -> None:
+    for message in ranks(2, _fitted, what, sequence, checkpointing, backend=None, timeout=60.0):
+        assert words in message

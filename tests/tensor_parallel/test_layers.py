@@ -16,6 +16,7 @@ from lightning_5d.tensor_parallel.axis import TensorAxis, open_axis
 from lightning_5d.tensor_parallel.layers import install
 from lightning_5d.tensor_parallel.layout import Region, Sequence, TensorLayout
 from lightning_5d.tensor_parallel.rows import Rows, even
+from lightning_5d.tensor_parallel.vocabulary import VocabularyShard
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.by_hand import (
     at_work,
@@ -78,6 +79,47 @@ def test_a_decoder_is_the_one_of_one_process_and_sends_what_the_formula_says(ran
                 assert calls == {"all_reduce": 8 + 2, "all_gather": 1, "reduce_scatter": 0}
                 assert volume["all_gather"] == logits
             assert volume["all_reduce"] == calls["all_reduce"] * whole
+
+
+def _head(rank: int) -> None:
+    for tokens in (8, 7):
+        traffic = []
+        for sequence in (False, True):
+            reference, model = decoder(), decoder()
+            layout = decoder_layout(model, sequence=sequence, head="head")
+            _, expected_loss = _loss(reference, _ids(tokens))
+            with at_work(model, layout) as axis:
+                out, loss = _loss(model, _ids(tokens))
+                traffic.append((axis.traffic.volume, dict(axis.traffic.calls)))
+                assert type(out) is VocabularyShard
+                assert difference(loss, expected_loss) < 1e-5
+                assert worst_gradient(model, reference, layout, axis) < 1e-5
+        (alone, _), (with_sequence, calls) = traffic
+        # What the loss sends is smaller than a token's features; nothing sends logits.
+        if tokens == 8:
+            message = ROWS * tokens * 16 * 4
+            assert calls["reduce_scatter"] == 8 + 1  # the head's gradient goes straight to the pieces
+            # The same but for the embedding's gradient, which is gathered where the sequence was cut.
+            assert with_sequence - alone == message
+
+
+def test_with_a_head_the_sequence_costs_no_more_than_the_gradient_of_the_embedding(ranks: RankPool) -> None:
+    ranks(2, _head)
+
+
+def _compiled(rank: int) -> None:
+    reference, model = decoder(num_layers=1), decoder(num_layers=1)
+    layout = decoder_layout(model, sequence=True)
+    expected, _ = _loss(reference, _ids(8))
+    with at_work(model, layout) as axis:
+        model.layers[0].compile(backend="aot_eager")
+        out, _ = _loss(model, _ids(8))
+        assert difference(out, expected) < 1e-5
+        assert worst_gradient(model, reference, layout, axis) < 1e-5
+
+
+def test_compiled_blocks_compute_the_same(ranks: RankPool) -> None:
+    ranks(2, _compiled, timeout=60)
 
 
 class Table(nn.Module):

@@ -19,7 +19,6 @@ TRAINER: dict[str, Any] = {"backend": None, "timeout": 60}
 
 CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "tp2-stage0": (2, 2, {"stage": 0}, {}),
-    "tp2-stage3": (2, 2, {"stage": 3}, {}),
     "tp4-copies": (4, 4, {"stage": 0}, {}),
     "dp2-stage0": (4, 2, {"stage": 0}, {}),
     "dp2-stage1": (4, 2, {"stage": 1}, {"accumulate_grad_batches": 2}),
@@ -27,7 +26,6 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "dp2-stage3": (4, 2, {"stage": 3}, {"accumulate_grad_batches": 2}),
     "dp2-hybrid": (4, 2, {"stage": 1, "replicate": 2}, {}),
     "dp2-mixed-stage0": (4, 2, {"stage": 0}, {"precision": "bf16-mixed", "tolerance": 0.2}),
-    "dp2-mixed-stage2": (4, 2, {"stage": 2}, {"precision": "bf16-mixed", "tolerance": 0.2}),
     "tp2-16-mixed": (2, 2, {"stage": 1}, {"precision": "16-mixed", "tolerance": 0.02}),
     "tp2-bf16-true": (2, 2, {"stage": 1}, {"precision": "bf16-true", "tolerance": 0.2}),
 }

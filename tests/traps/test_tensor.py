@@ -238,6 +238,35 @@ def test_31_masks_agree_on_whole_activations_and_differ_on_ranks_own_replicas_la
     assert len(set(whole)) == len(whole)
 
 
+class Flat(Block):
+    """Layers, and dropout behind and between them, directly in the block."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(0.0)
+        del self.mlp
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.inside, self.residual = Noted(dropout), Noted(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.residual(self.down(self.inside(F.gelu(self.up(self.norm(x))))))
+
+
+def _flat(rank: int) -> tuple[dict[str, list[Any]], list[Tensor]]:
+    module = Model()
+    module.blocks = nn.ModuleList(Flat(0.5) for _ in range(2))
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    trainer = quiet(strategy=FiveD(_tensor(plan=plan)), devices=2)
+    trainer.fit(module, datamodule=Dealt(Rows(16, 6, 7), 4))
+    masks = {name: m.masks for name, m in module.named_modules() if isinstance(m, Noted)}
+    return masks, [_here(p) for name, p in module.named_parameters() if not ("up" in name or "down.weight" in name)]
+
+
+def test_31_ranks_draw_the_same_behind_a_row_layer_also_in_the_same_module(ranks: RankPool) -> None:
+    (zero, weights), (one, others) = ranks(2, _flat, **TRAINER)
+    assert {name for name in zero if zero[name] != one[name]} == {"blocks.0.inside", "blocks.1.inside"}
+    torch.testing.assert_close(weights, others, rtol=0, atol=0)
+
+
 def test_31_a_resumed_run_goes_on_with_the_masks_of_one_without_a_break(ranks: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     run = partial(ranks, 2, _masks, (_tensor(sequence=True),), 2, **TRAINER)
