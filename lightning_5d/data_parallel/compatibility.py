@@ -49,7 +49,13 @@ def needs_whole_tensors(optimizer: Optimizer) -> str | None:
 
 
 def module_problems(
-    module: nn.Module, stage: int, ranks: int, callbacks: Sequence[Callback] = (), *, cast: bool = False
+    module: nn.Module,
+    stage: int,
+    ranks: int,
+    callbacks: Sequence[Callback] = (),
+    *,
+    cast: bool = False,
+    tensor: int = 1,
 ) -> list[Problem]:
     """Parts of a module that would train to other numbers than in one process, or not at all.
 
@@ -59,13 +65,14 @@ def module_problems(
         ranks: Number of data ranks.
         callbacks: The Trainer's.
         cast: Whether modules compute from 16-bit copies of the weights.
+        tensor: Ranks of the tensor axis.
     """
     problems = []
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         fix = "Run the module once on a small batch in `setup` or `configure_model`, or give its layers their sizes."
         problems.append(Problem(f"Parameters of lazy modules have no shape yet: {_listed(lazy)}.", fix))
-    if ranks == 1 and not cast:
+    if ranks == 1 and not cast and tensor == 1:
         return problems
     for name, child in module.named_modules():
         if not isinstance(child, nn.Embedding | nn.EmbeddingBag):
@@ -76,9 +83,12 @@ def module_problems(
             what = f"{name} has max_norm={child.max_norm}: its forward changes the weight by each rank's own batch."
             fix = "Normalize the rows in forward, or limit the weight in `on_train_batch_end`, the same on all ranks."
             problems.append(Problem(what, fix))
-    if stage > 0 or cast:
+    if stage > 0 or cast or tensor > 1:
         why = f"ZeRO stage {stage} shards them" if stage > 0 else "mixed precision puts copies in their place"
         instead = "FiveDPrecision(..., autocast=True) and ZeRO(stage=0)" if cast else "ZeRO(stage=0)"
+        if tensor > 1:
+            why = f"TensorParallel({tensor}) puts each rank's part in their place"
+            instead = f"{instead} without TensorParallel"
         hooked = list(hooked_parameters(module))
         if hooked:
             what = f"Hooks on these parameters would be lost when {why}: {_listed(hooked)}."

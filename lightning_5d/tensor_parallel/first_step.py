@@ -37,6 +37,9 @@ from lightning_5d.tensor_parallel.running import Running, calling_line, came_bet
 from lightning_5d.tensor_parallel.sequence_mixing import mixes_positions
 from lightning_5d.tensor_parallel.weight_uses import WeightUses
 
+_LOSS = "the loss"  # no parameter's name has a space
+_BY_HEADS = " Reshape by the size of a head and not by the count of heads, x.view(B, T, -1, head_size)"
+_BY_PARTS = " Keep sizes, weights and buffers of the whole width out of it"
 _OTHERS = (MisconfigurationException, torch.OutOfMemoryError, dist.DistError)
 
 
@@ -59,6 +62,12 @@ class FirstStep:
         self._whole = dict(whole_regions(module, layout))
         self._watched: set[str] = set()
         self._compared = False
+        self._loss: Tensor | None = None
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Keeps the first loss, which all ranks of the axis have to have alike, until `check_gradients`."""
+        if not self._compared:
+            self._loss = loss.detach()
 
     @contextmanager
     def watching(self, kind: str) -> Iterator[None]:
@@ -101,8 +110,18 @@ class FirstStep:
             if parameter.requires_grad and plain_name(name) not in apart
         }
         device = next((gradient.device for gradient in gradients.values() if gradient is not None), torch.device("cpu"))
+        if self._loss is not None:
+            gradients[_LOSS], self._loss = self._loss, None
         found = compare_gradients(gradients, self._axis, device, 1e-2 if self._coarse else 1e-4)
         self._compared = found.seen
+        if _LOSS in found.differing:
+            raise MisconfigurationException(
+                f"The first loss is not the same on the {self._axis.size} ranks of the tensor axis, which compute it together: it differs by"
+                f" {found.differing[_LOSS]:.1e} of its size. Either they have not got the same batch, as with a sampler of one's own that deals"
+                " by global rank (FiveD.distributed_sampler_kwargs has the right numbers), or draw other random numbers, or the loss is made of"
+                " what each rank has a part of: activations from inside of a module whose layers are cut, or with sequence_parallel from"
+                " between the blocks."
+            )
         if found.differing:
             worst = max(found.differing, key=lambda name: found.differing[name])
             raise MisconfigurationException(
@@ -181,11 +200,20 @@ class _Watch(TorchFunctionMode):
                     self._of_region(name, error, whole if isinstance(whole, list) else [])
                 ) from error
             if name in self._cut:
+                if self._length is None:
+                    return  # the cut itself has said what is wrong
                 raise MisconfigurationException(
                     f"{self._named(name)} failed in its first run with sequence_parallel=True, where it gets {self._length} positions of the"
                     f" sequence (dimension 1) on each of {self._size} ranks: {_written(error)}. If it needs all of them outside"
                     " of attention and feed-forward layers, use TensorParallel without sequence_parallel."
                 ) from error
+
+        if self._between and self._length is not None:
+            raise MisconfigurationException(
+                f"{self._running.place} failed in its first run with sequence_parallel=True, between blocks, where activations have"
+                f" {self._length} positions of the sequence (dimension 1) on each of {self._size} ranks: {_written(error)}. If it"
+                " brings anything from before the first block to what comes behind, use TensorParallel without sequence_parallel."
+            ) from error
 
     def _of_region(self, name: str, error: Exception, heads: list[Heads]) -> str:
         suspects = self._whole[name].suspects(heads)
@@ -193,8 +221,8 @@ class _Watch(TorchFunctionMode):
         return (
             f"{self._named(name)} failed in its first run on its part of the features ({self._size} ranks of the tensor axis):"
             f" {_written(error)}.{counts}"
-            f"{f' Numbers of the whole model in it: {suspects}.' if suspects else ''} Reshape by the size of a head and not by the count of"
-            " heads, x.view(B, T, -1, head_size), or take its layers out of the plan of TensorParallel."
+            f"{f' Numbers of the whole model in it: {suspects}.' if suspects else ''}"
+            f"{_BY_HEADS if heads or suspects else _BY_PARTS}, or take its layers out of the plan of TensorParallel."
         )
 
     def _look_at_sequence(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -242,11 +270,26 @@ class _Watch(TorchFunctionMode):
         here = self._heads.pop(name, None)
         if here:
             whole = self._run_whole(name, here)
-            self._checked.add(self._whole[name].key)
             different = compare(here, whole) if isinstance(whole, list) else None
             if different is not None:
                 raise MisconfigurationException(self._of_heads(name, *different))
+        self._look_at_features(name, here)
         self._inputs.pop(name, None)
+
+    def _look_at_features(self, name: str, heads: list[Heads] | None) -> None:
+        if name not in self._inputs:
+            return
+        self._checked.add(self._whole[name].key)
+        inputs = self._inputs_of_whole(name, heads)
+        with self._unwatched():
+            found = self._whole[name].uses(self._module.get_submodule(name), *inputs)
+        if found is not None:
+            raise MisconfigurationException(
+                f"{self._named(name)} {found}. It has a part of the features, or the heads, on each of {self._size} ranks of the tensor axis,"
+                " and would compute something else without failing: between its layers, code may only work on single features, or on whole"
+                " heads; it may not send its input past them, and only sums of its layers' outputs may leave it. Move that out of"
+                f" {type(self._module.get_submodule(name)).__name__}, or take its layers out of the plan of TensorParallel."
+            )
 
     def _of_heads(self, name: str, here: Heads, whole: Heads) -> str:
         suspects = self._whole[name].suspects([whole])
@@ -266,28 +309,32 @@ class _Watch(TorchFunctionMode):
     def _run_whole(self, name: str, here: list[Heads] | None) -> list[Heads] | Exception | None:
         if name not in self._inputs:
             return None
+        inputs = self._inputs_of_whole(name, here)
+        with self._unwatched():
+            return self._whole[name].run(self._module.get_submodule(name), *inputs)
+
+    def _inputs_of_whole(self, name: str, here: list[Heads] | None) -> Any:
         inputs = self._inputs[name]
         if self._length is not None and name in self._doors:
             inputs = lengthened(inputs, here[0].length if here else self._length * self._size)
+        return inputs
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        # Private; checked with torch 2.13. Modes are a stack, and somebody may have put one on top.
         watched = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
         if watched:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
-            return self._whole[name].run(self._module.get_submodule(name), *inputs)
+            yield
         finally:
             if watched:
                 self.__enter__()  # type: ignore[no-untyped-call]
 
     def _apart(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def unwatched(*args: Any, **kwargs: Any) -> Any:
-            # Private; checked with torch 2.13. Modes are a stack, and somebody may have put one on top.
-            if _get_current_function_mode() is not self:  # type: ignore[no-untyped-call]
+            with self._unwatched():
                 return compiled(*args, **kwargs)
-            self.__exit__(None, None, None)
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                self.__enter__()
 
         return unwatched
 

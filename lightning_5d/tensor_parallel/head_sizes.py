@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_map
 
 from lightning_5d.pipeline_parallel.stage.outline import TensorOutline
 from lightning_5d.recomputation import twin
+from lightning_5d.tensor_parallel.arguments import argument, door_of
+from lightning_5d.tensor_parallel.feature_uses import Trace, different
 from lightning_5d.tensor_parallel.layout import Region, TensorLayout
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
@@ -79,7 +81,15 @@ class WholeRegion:
             self._hollow: nn.Module | None = _hollow(module)
         except _NotAloneError:
             self._hollow = None
-        prefix = f"{region.name}." if region.name else ""
+        self._region = region
+        self._prefix = prefix = f"{region.name}." if region.name else ""
+        self._partial = {name.removeprefix(prefix) for name in layout.partial if name.startswith(prefix)}
+        inside = (*layout.embeddings, *layout.heads, *(other.name for other in layout.regions if other is not region))
+        made_whole = {*layout.gathered, *layout.split}
+        self._plain = made_whole.isdisjoint([*region.columns, *region.rows]) and not any(
+            n.startswith(prefix) for n in inside
+        )
+        self._along = layout.sequence is not None
         self._shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             shape, rows = list(parameter.shape), layout.weights.get(prefix + name)
@@ -109,22 +119,76 @@ class WholeRegion:
         """
         if self._hollow is None:
             return _NotAloneError()
-        now = dict(module.named_parameters(remove_duplicate=False))
         recorder = Recorder()
+        error = self._run(self._hollow, module, self._shapes, args, kwargs, recorder)
+        return recorder.found if error is None else error
+
+    def uses(self, module: nn.Module, args: Any, kwargs: Any) -> str | None:
+        """What the region's code does that is something else on a part of the features, as the end of a sentence.
+
+        ``None`` if nothing is seen, or if it does not run without values.
+
+        Args:
+            module: The region's module, with this rank's parts of its weights.
+            args: Positional arguments, as `outlined`.
+            kwargs: Keyword arguments, as `outlined`.
+        """
+        if not self._plain or self._hollow is None:
+            return None
+        local = {name: tuple(weight.shape) for name, weight in module.named_parameters(remove_duplicate=False)}
+        part = _hollow(self._hollow)
+        for name, inner in module.named_modules():  # counts as they are now
+            now = {key: value for key, value in vars(inner).items() if not key.startswith("_") and key != "forward"}
+            vars(part.get_submodule(name)).update(now)
+        whole_trace, part_trace = self._trace(self._hollow), self._trace(part)
+        for hollow, shapes, trace in ((self._hollow, self._shapes, whole_trace), (part, local, part_trace)):
+            if self._run(hollow, module, shapes, args, kwargs, trace) is not None:
+                return None
+        return whole_trace.finding or different(whole_trace.operations, part_trace.operations)
+
+    def _trace(self, hollow: nn.Module) -> Trace:
+        layers = {
+            hollow.get_submodule(name[len(self._prefix) :]): names is self._region.columns
+            for names in (self._region.columns, self._region.rows)
+            for name in names
+        }
+        return Trace(layers, self._partial, doors=self._region.door == "module" and not self._along)
+
+    def _run(
+        self,
+        hollow: nn.Module,
+        module: nn.Module,
+        shapes: Mapping[str, tuple[int, ...]],
+        args: Any,
+        kwargs: Any,
+        observer: Recorder | Trace,
+    ) -> Exception | None:
+        now = dict(module.named_parameters(remove_duplicate=False))
+        handles: list[Any] = []
         try:
             # Private; checked with torch 2.13. Nobody else knows the shapes of any operation on any device.
-            with _quietly(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), recorder:
-                for name, shape in self._shapes.items():
+            with _quietly(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+                for name, shape in shapes.items():
                     owner, _, attribute = name.rpartition(".")
                     like = now[name]
                     empty = torch.empty(shape, dtype=like.dtype, device=like.device)
-                    self._hollow.get_submodule(owner)._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
-                self._hollow.train(module.training)
-                full = tree_map(lambda leaf: _empty(leaf, now), (args, kwargs))
-                self._hollow(*full[0], **full[1])
+                    hollow.get_submodule(owner)._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
+                hollow.train(module.training)
+                args, kwargs = tree_map(lambda leaf: _empty(leaf, now), (args, kwargs))
+                if isinstance(observer, Trace):
+                    handles = observer.follow(hollow)
+                    place = door_of(args, kwargs)
+                    observer.entered(None if place is None else argument(args, kwargs, place))
+                with observer:
+                    output = hollow(*args, **kwargs)
+                if isinstance(observer, Trace):
+                    observer.returned(output)
         except Exception as error:  # whatever the user's code cannot do without values
             return error
-        return recorder.found
+        finally:
+            for handle in handles:
+                handle.remove()
+        return None
 
 
 @contextmanager

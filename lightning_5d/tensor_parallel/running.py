@@ -17,7 +17,14 @@ from lightning_5d.absent import Absent
 
 _GUARDS = tuple(
     str(Path(__file__).with_name(name))
-    for name in ("running.py", "weight_uses.py", "head_sizes.py", "sequence_mixing.py", "first_step.py")
+    for name in (
+        "running.py",
+        "weight_uses.py",
+        "head_sizes.py",
+        "sequence_mixing.py",
+        "first_step.py",
+        "feature_uses.py",
+    )
 )
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])

@@ -75,7 +75,7 @@ def _is_pointwise(module: nn.Module) -> bool:
 
 
 # Where operations take the dimension along which they work.
-_DIMENSION = {
+DIMENSION = {
     **dict.fromkeys(
         ["sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "median", "argmax", "argmin"], 1
     ),
@@ -112,9 +112,9 @@ def mixes_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         widths = args[1] if len(args) > 1 else kwargs["pad"]
         before = 2 * (x.ndim - 2)
         return any(widths[before : before + 2])
-    if name not in _DIMENSION:
+    if name not in DIMENSION:
         return False
-    place = _DIMENSION[name]
+    place = DIMENSION[name]
     dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else None))
     given = dims if isinstance(dims, tuple | list) else (dims,)
     return any(isinstance(dim, int) and not isinstance(dim, bool) and dim % x.ndim == 1 for dim in given)

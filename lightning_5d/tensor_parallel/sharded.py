@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import RunningStage
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_5d.mesh import ParallelMesh
@@ -66,6 +66,11 @@ class ShardedLayers(PlacedWeights):
     @override
     def describe(self) -> str:
         return describe_layout(self.layout, self.axis.size)
+
+    @override
+    def before_backward(self, loss: Tensor) -> Tensor:
+        self._guards.note_loss(loss)
+        return super().before_backward(loss)
 
     @override
     def after_backward(self) -> None:

@@ -60,6 +60,11 @@ class TensorParallel(Parallelism):
         elif self.sequence_parallel and self.size == 1:
             what = "TensorParallel(1, sequence_parallel=True): the sequence is cut over the ranks of the tensor axis, and that has one."
             problems.append(Problem(what, "Use a size of at least 2, or leave sequence_parallel out."))
+        if self.plan is not None and not (
+            isinstance(self.plan, Mapping) and all(isinstance(pattern, str) for pattern in self.plan)
+        ):
+            what = f"TensorParallel(plan={self.plan!r}) is no mapping of patterns, which are text, to styles."
+            problems.append(Problem(what, "Write {'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}."))
         if problems or context.module is None or self.size == 1:
             return problems
         from lightning_5d.plan import find_plan

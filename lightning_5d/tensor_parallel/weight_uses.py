@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_5d.tensor_parallel.layout import TensorLayout
 from lightning_5d.tensor_parallel.running import Running, calling_line
 
-_OF_SHAPE = frozenset(f"{made}_like" for made in ("zeros", "ones", "full", "empty", "rand", "randn")) | frozenset(
+OF_SHAPE = frozenset(f"{made}_like" for made in ("zeros", "ones", "full", "empty", "rand", "randn")) | frozenset(
     f"new_{what}" for what in ("zeros", "ones", "full", "empty", "tensor")
 )
 _OF_THE_FIRST = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
@@ -58,7 +58,7 @@ class WeightUses:
             MisconfigurationException: If it has used a weight where it may not.
         """
         name = getattr(func, "__name__", "")
-        if name in _OF_SHAPE or (name.endswith("_") and not name.endswith("__")) or func in _TAKEN_OFF:
+        if name in OF_SHAPE or (name.endswith("_") and not name.endswith("__")) or func in _TAKEN_OFF:
             return
         for leaf in tree_leaves(args[:1] if name in _OF_THE_FIRST else (args, kwargs)):
             if not isinstance(leaf, nn.Parameter):
