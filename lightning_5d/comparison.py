@@ -11,8 +11,8 @@ from torch import Tensor
 
 _NOISE = 1e-5
 """A gradient this much smaller than the largest one of its step is what rounding leaves of a zero."""
-_CANCELLED = 1e-2
-"""Two runs whose gradients of an element differ by this share of it have computed what is left of terms that cancel."""
+_CANCELLED = 1e-3
+"""Two runs whose gradients of an element differ by this share of it, and by no more than passes, have computed what cancellation left."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def noise_elements(expected: Recording, found: Recording, tolerance: float) -> d
     """By parameter, elements that differ because their gradient is zero but for rounding; only parameters that have some.
 
     The keys' part of the bias of a fused attention projection is such: softmax takes its gradient away. The gradient of an element is
-    rounding in a step if it is small there, and another share of itself in the other run. One such step is enough: an
-    optimizer like Adam has then moved the element by something else.
+    rounding in a step if it is another in the other run, by a share of itself, and yet by less than what passes for gradients of its
+    tensor: so it is small there. One such step is enough: an optimizer like Adam has then moved the element by something else.
     """
     noise: dict[str, Tensor] = {}
     for name, parameter in expected.parameters.items():
@@ -137,9 +137,8 @@ def noise_elements(expected: Recording, found: Recording, tolerance: float) -> d
         rounding = torch.zeros_like(apart)
         for one, two in zip(expected.gradients, found.gradients, strict=True):
             if name in one and name in two:
-                size = one[name].abs()
-                unlike = (one[name] - two[name]).abs() > _CANCELLED * size
-                rounding |= unlike & (size > 0) & (size <= _NOISE * _largest(one))
+                size, difference = one[name].abs(), (one[name] - two[name]).abs()
+                rounding |= (difference > _CANCELLED * size) & (size > 0) & (difference <= tolerance * size.max())
         if bool((apart & rounding).any()):
             noise[name] = apart & rounding
     return noise

@@ -132,3 +132,25 @@ def test_small_gradients_that_agree_are_judged() -> None:
     other.parameters["bias"][2] += 1e-3
 
     assert not {row.quantity: row for row in compare(one, other, 1e-5)}["parameter"].passed
+
+
+def _one_step(gradient: list[float], parameter: list[float]) -> Recording:
+    tensors = [{"w": torch.tensor(values, dtype=torch.float64)} for values in (gradient, parameter)]
+    return Recording([1.0], [1.0], [tensors[0]], tensors[1])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "gradient_passes", "parameter_passes"),
+    [
+        (1e-8, 2e-8, True, True),  # two orders of summation
+        (1e-2, 1.0001e-2, True, False),  # the same but for a ten-thousandth: that is no reason to end elsewhere
+        (1e-2, 1.1e-2, False, False),
+    ],
+)
+def test_an_element_that_ends_elsewhere_passes_only_by_the_rounding_of_its_gradient(
+    ours: float, theirs: float, gradient_passes: bool, parameter_passes: bool
+) -> None:
+    expected, found = _one_step([1.0, ours], [1.0, 0.5]), _one_step([1.0, theirs], [1.0, 0.5001])
+    rows = {row.quantity: row for row in compare(expected, found, 1e-5)}
+    assert rows["gradient"].passed == gradient_passes
+    assert rows["parameter"].passed == parameter_passes
