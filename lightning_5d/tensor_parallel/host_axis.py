@@ -49,6 +49,8 @@ class HostAxis(TensorAxis):
     @override
     def start_sum(self, x: Tensor, reduction: Reduction = "sum") -> Arriving:
         self.traffic.add("all_reduce", x.nbytes)
+        if not x.numel():
+            return _Nothing(x, x.shape)
         if self.size > 2 and x.nbytes >= _LARGE and reduction == "sum":
             return _SumInTwoSteps(self, self._publish(x), x)
         return _Parts(self, self._publish(x), x, lambda parts: combined(parts, reduction))
@@ -57,6 +59,8 @@ class HostAxis(TensorAxis):
     def start_gather(self, x: Tensor, dim: int) -> Arriving:
         self.traffic.add("all_gather", x.nbytes * self.size)
         dim %= x.ndim
+        if not x.numel():
+            return _Nothing(x, [size * (self.size if d == dim else 1) for d, size in enumerate(x.shape)])
 
         def join(parts: Sequence[Tensor]) -> Tensor:
             result: Tensor = torch.cat(tuple(parts), dim)
@@ -70,6 +74,9 @@ class HostAxis(TensorAxis):
         length, rest = divmod(x.shape[dim], self.size)
         if rest:
             raise ValueError(f"{self.size} ranks do not divide dimension {dim} of {tuple(x.shape)}.")
+
+        if not x.numel():
+            return _Nothing(x, [length if d == dim % x.ndim else size for d, size in enumerate(x.shape)])
 
         def own(parts: Sequence[Tensor]) -> Tensor:
             return combined([part.narrow(dim, self.rank * length, length) for part in parts], "sum")
@@ -132,6 +139,17 @@ class HostAxis(TensorAxis):
         """Lets the others have their memory back."""
         for peer, block in taken:
             self._host.done(peer, block)
+
+
+class _Nothing(Arriving):
+    """What comes of a batch without rows: ranks have the same one, so none of them sends anything."""
+
+    def __init__(self, like: Tensor, shape: Sequence[int]) -> None:
+        self._result = like.detach().new_empty(tuple(shape))
+
+    def wait(self) -> Tensor:
+        """See `Arriving.wait`."""
+        return self._result
 
 
 class _Parts(Arriving):

@@ -49,6 +49,10 @@ def _values(rank: int, kind: str, size: int) -> None:
                     )
             assert torch.equal(x, before)
     assert torch.equal(axis.sum(torch.tensor(float(rank))), torch.tensor(sum(map(float, range(size)))))
+    nothing = torch.empty(0, 2 * size)
+    assert axis.sum(nothing).shape == (0, 2 * size)
+    assert axis.gather(nothing, 1).shape == (0, 2 * size**2)
+    assert axis.scatter_sum(nothing, 1).shape == (0, 2)
     turned = _input(rank, (4, 6), torch.float32).t()[::2]
     assert torch.equal(
         axis.gather(turned, 0), torch.cat([_input(r, (4, 6), torch.float32).t()[::2] for r in range(size)])
