@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
+import time
+import traceback
 from collections.abc import Callable
+from itertools import pairwise
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 RANKS = 2
 
@@ -56,3 +61,51 @@ def answers_of(run_rank: Callable[..., None], *arguments: Any) -> list[tuple[Any
         if len(answer) == 2:
             raise RuntimeError(f"{arguments} failed on rank {answer[0]}:\n{answer[1]}")
     return answers
+
+
+def timed(
+    rank: int,
+    port: int,
+    make: Callable[[], Callable[..., Any]],
+    batches: list[tuple[Tensor, Tensor]],
+    warm_up: int,
+    fits: bool,
+    results: Any,
+    *more: Callable[[], float],
+) -> None:
+    """One rank of one contestant: puts its number, seconds and processor seconds of a step, and what `more` says at the end.
+
+    Args:
+        rank: This rank.
+        port: Where ranks meet.
+        make: Makes a step of a batch, or where `fits` a function that fits to batches and tells of every step's end.
+        batches: For the first, untimed steps and the timed ones.
+        warm_up: Untimed steps.
+        fits: See `make`.
+        results: Where it puts them; a number and a traceback if something went wrong.
+        more: Called at the end.
+    """
+    try:
+        join(rank, port)
+        wall, processor = [time.perf_counter()], [time.process_time()]
+
+        def tick() -> None:
+            wall.append(time.perf_counter())
+            processor.append(time.process_time())
+
+        step = make()
+        dist.barrier()
+        if fits:
+            step(batches, tick)
+        else:
+            for tokens, targets in batches:
+                step(tokens, targets)
+                tick()
+        took = [b - a for a, b in pairwise(wall)][warm_up:]
+        used = [b - a for a, b in pairwise(processor)][warm_up:]
+        results.put((rank, statistics.median(took), statistics.mean(used), *(each() for each in more)))
+    except BaseException:
+        results.put((rank, traceback.format_exc()))
+    results.close()
+    results.join_thread()
+    os._exit(0)

@@ -13,9 +13,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
-import traceback
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,47 +20,24 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.contestants import CONTESTANTS, REFERENCES, TARGETS
 from benchmarks.decoder import SIZES
-from benchmarks.ranks import RANKS, answers_of, join
+from benchmarks.ranks import RANKS, answers_of, timed
 
 WARM_UP = 3
 
 
 def run_rank(rank: int, port: int, size_name: str, name: str, steps: int, results: Any) -> None:
     """One rank of one contestant in one round: puts (seconds, processor seconds, peak MiB) of a step."""
-    try:
-        join(rank, port)
-        size = SIZES[size_name]
-        generator = torch.Generator().manual_seed(rank)
-        batches = [
-            torch.randint(size.vocabulary, (2, size.batch, size.tokens), generator=generator).unbind()
-            for _ in range(WARM_UP + steps)
-        ]
-        wall, processor = [time.perf_counter()], [time.process_time()]
-
-        def tick() -> None:
-            wall.append(time.perf_counter())
-            processor.append(time.process_time())
-
-        step = CONTESTANTS[name](size)
-        dist.barrier()
-        if name.startswith(("Lightning", "FiveD")):
-            step(batches, tick)
-        else:
-            for tokens, targets in batches:
-                step(tokens, targets)
-                tick()
-        took = [b - a for a, b in pairwise(wall)][WARM_UP:]
-        used = [b - a for a, b in pairwise(processor)][WARM_UP:]
-        results.put((rank, statistics.median(took), statistics.mean(used), _peak_mib()))
-    except BaseException:
-        results.put((rank, traceback.format_exc()))
-    results.close()
-    results.join_thread()
-    os._exit(0)
+    size = SIZES[size_name]
+    generator = torch.Generator().manual_seed(rank)
+    batches: list[Any] = [
+        torch.randint(size.vocabulary, (2, size.batch, size.tokens), generator=generator).unbind()
+        for _ in range(WARM_UP + steps)
+    ]
+    fits = name.startswith(("Lightning", "FiveD"))
+    timed(rank, port, lambda: CONTESTANTS[name](size), batches, WARM_UP, fits, results, _peak_mib)
 
 
 def _peak_mib() -> float:

@@ -10,6 +10,7 @@ from lightning_5d.precision import FiveDPrecision
 from lightning_5d.registry import register_strategies
 from lightning_5d.skipped_steps import SkippedStep, SkippedSteps
 from lightning_5d.strategy import FiveD
+from lightning_5d.tensor_parallel.tensor import TensorParallel
 
 __all__ = [
     "ActivationCheckpointing",
@@ -23,6 +24,7 @@ __all__ = [
     "RunContext",
     "SkippedStep",
     "SkippedSteps",
+    "TensorParallel",
     "ZeRO",
 ]
 

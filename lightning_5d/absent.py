@@ -42,6 +42,10 @@ class Absent(nn.Module):
         """
         raise AttributeError(self.reason(attribute))
 
+    def received(self) -> Any:
+        """What this rank has got from the ranks that hold it, while it computes with that; ``None`` for nothing."""
+        return None
+
     # Defined here so that they come before those of the class that is looked like.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What a call of the module gives here."""

@@ -212,6 +212,25 @@ def values_of(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
 
 
+def give_gradient(parameter: Tensor, values: Tensor) -> None:
+    """Makes values a parameter's gradient on this rank: written into the one that is there, or a new one placed as the parameter is.
+
+    Args:
+        parameter: Plain or a `DTensor`.
+        values: As many as this rank has of the parameter, in any shape and dtype.
+    """
+    local = values_of(parameter)
+    if parameter.grad is not None:
+        values_of(parameter.grad).copy_(values.view(local.shape))
+        return
+    grad: Tensor = values.view(local.shape).to(local.dtype)
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, stride = parameter.shape, parameter.stride()
+        grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+    parameter.grad = grad
+
+
 @torch.no_grad()
 def complete_gradients(parameters: Iterable[Tensor]) -> None:
     """Adds up gradients that are still partial sums over an axis, in place; every rank of that axis calls it.

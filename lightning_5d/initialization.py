@@ -7,10 +7,9 @@ shard at once: a value is a function of seed and name, never of rank, and the pe
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_5d.names import plain_name
+from lightning_5d.parallelism import StoredForm
 
 _BROADCAST_BUCKET_BYTES = 64 * 1024 * 1024
 
@@ -61,7 +61,12 @@ def synchronize_values(module: nn.Module, group: dist.ProcessGroup | None = None
         dist._broadcast_coalesced(everyone, tensors, _BROADCAST_BUCKET_BYTES, source)
 
 
-def materialize(module: nn.Module, device: torch.device, seed: int | None = None) -> None:
+def materialize(
+    module: nn.Module,
+    device: torch.device,
+    seed: int | None = None,
+    forms: Mapping[str, StoredForm] | None = None,
+) -> None:
     """Moves every meta tensor of the module to the device, with values from seed and name.
 
     Tensors may already be sharded (`DTensor`): each rank then makes the whole of one module at a time and keeps its shard.
@@ -70,6 +75,7 @@ def materialize(module: nn.Module, device: torch.device, seed: int | None = None
         module: Any module; parts that are not on the meta device are left alone.
         device: Where the values go.
         seed: The run's seed; `run_seed()` if ``None``.
+        forms: Those of weights that ranks store in another form than one process has them in, by name.
 
     Raises:
         ValueError: If a module has meta tensors but no way to set them (``reset_parameters()``, or ``_init_weights`` of
@@ -90,10 +96,14 @@ def materialize(module: nn.Module, device: torch.device, seed: int | None = None
         if initialize is None:
             orphans += [f"{name}.{key}" if name else key for key in meta]
             continue
-        values = _initial_values(owner, initialize, device, module_seed(seed, plain_name(name)))
+        plain = plain_name(name)
+        of_key = {key: (forms or {}).get(f"{plain}.{key}" if plain else key) for key in meta}
+        values = _initial_values(owner, initialize, device, module_seed(seed, plain), of_key)
         for key, tensor in meta.items():
             if id(tensor) not in filled:
-                filled[id(tensor)] = _placed(values[key], tensor, device)
+                form = of_key[key]
+                value = values[key] if form is None else form.store(values[key])
+                filled[id(tensor)] = _placed(value, tensor, device)
             _replace(owner, key, filled[id(tensor)])
     if orphans:
         raise ValueError(
@@ -123,10 +133,14 @@ def _owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[[nn.Mo
 
 
 def _initial_values(
-    owner: nn.Module, initialize: Callable[[nn.Module], None], device: torch.device, seed: int
+    owner: nn.Module,
+    initialize: Callable[[nn.Module], None],
+    device: torch.device,
+    seed: int,
+    forms: Mapping[str, StoredForm | None],
 ) -> dict[str, Tensor]:
     """Full-size values of a module's own tensors, made on a copy so that the original may be sharded."""
-    twin = copy.copy(owner)
+    twin = _shallow_copy(owner)
     object.__setattr__(twin, "_parameters", dict(owner._parameters))
     object.__setattr__(twin, "_buffers", dict(owner._buffers))
     # Children are copied whole: an initializer that also sets them must not touch the originals.
@@ -134,7 +148,9 @@ def _initial_values(
     object.__setattr__(twin, "_modules", children)
     for key, parameter in owner._parameters.items():
         if parameter is not None and parameter.is_meta:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            form = forms.get(key)
+            shape = parameter.shape if form is None else form.whole_shape(parameter.shape)
+            empty = torch.empty(shape, dtype=parameter.dtype, device=device)
             twin._parameters[key] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for key, buffer in owner._buffers.items():
         if buffer is not None and buffer.is_meta:
@@ -148,9 +164,32 @@ def _initial_values(
 
 
 def _empty_copy(child: nn.Module, device: torch.device) -> nn.Module:
-    own = sum(p.numel() for p in child.parameters())
-    twin = copy.deepcopy(child) if own else child
-    return twin.to_empty(device=device) if own and meta_tensors(twin) else twin
+    """The same module with tensors of its own, down to the last one inside."""
+    if not any(True for _ in child.parameters()):
+        return child
+    twin = _shallow_copy(child)
+    parameters = {
+        key: None if p is None else nn.Parameter(_own(p, device), p.requires_grad)
+        for key, p in child._parameters.items()
+    }
+    buffers = {key: None if b is None else _own(b, device) for key, b in child._buffers.items()}
+    modules = {key: None if m is None else _empty_copy(m, device) for key, m in child._modules.items()}
+    for name, tensors in (("_parameters", parameters), ("_buffers", buffers), ("_modules", modules)):
+        object.__setattr__(twin, name, tensors)
+    return twin
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    # Not by `copy`: sharded modules refuse that, or are constructed anew (FSDP2 in torch 2.13).
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    return twin
+
+
+def _own(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.is_meta:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return tensor.detach().clone()
 
 
 def _placed(full: Tensor, like: Tensor, device: torch.device) -> Tensor:

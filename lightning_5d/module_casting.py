@@ -17,6 +17,8 @@ from torch.distributed.utils import _apply_to_tensors  # torch 2.13: what FSDP2 
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
+from lightning_5d.whole_length import marked_like
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -102,4 +104,4 @@ class ModuleCasting:
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return marked_like(tensor.float(), tensor) if tensor.dtype in _HALF else tensor

@@ -8,10 +8,10 @@ module, with the state that needs. `FiveD` calls the hooks of both in a fixed or
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import Field, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,19 @@ class Part:
     modules: tuple[nn.Module, ...]
 
 
+class StoredForm(Protocol):
+    """How ranks together store a weight that a checkpoint has in another form: in another order, padded, parts of it twice."""
+
+    def whole_shape(self, stored: Sequence[int]) -> torch.Size:
+        """The shape of the weight in a checkpoint, from that of the stored one."""
+
+    def store(self, whole: Tensor) -> Tensor:
+        """The stored weight, of all ranks together, of one from a checkpoint."""
+
+    def restore(self, stored: Tensor) -> Tensor:
+        """The reverse."""
+
+
 class Parallelism(ABC):
     """One axis of parallelism as a person configures it. Subclasses are frozen dataclasses."""
 
@@ -119,6 +132,10 @@ class Parallelism(ABC):
             if not index or getattr(self, setting.name) != setting.default
         ]
         return f"{type(self).__name__}({', '.join(written)})"
+
+    def surveyed(self, module: nn.Module, plan: ParallelPlan) -> Parallelism:
+        """The plugin whose `parallelize` is called, now that the whole module is known, before any axis changes it; itself by default."""
+        return self
 
     @abstractmethod
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
@@ -198,11 +215,11 @@ class Parallelized:
         """
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Comes before each backward, with the tensor it will start from; returns the one to start from."""
+        """Comes before each backward, innermost axis first, with the tensor it will start from; returns the one to start from."""
         return loss
 
     def after_backward(self) -> None:
-        """Comes after each backward, before anybody may look at gradients."""
+        """Comes after each backward, innermost axis first, before anybody may look at gradients."""
 
     def before_optimizer_step(self) -> None:
         """Comes right before parameters change."""
@@ -253,6 +270,14 @@ class Parallelized:
         An axis that cuts modules makes it before it cuts one. ``None`` where each rank holds all of the module, or shards of it.
         """
         return None
+
+    def stored_forms(self) -> Mapping[str, StoredForm]:
+        """How those weights are stored that are not as in a checkpoint, by name; a weight with several names under each."""
+        return {}
+
+    def describe(self) -> str:
+        """What the axis has made of the module, for people: a table or a few lines. Empty where there is nothing to tell."""
+        return ""
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:

@@ -229,10 +229,11 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
             factor = self._window.scale(self._weight, self.mesh.data_group, self.root_device)
             loss = loss if factor == 1.0 else loss * factor
         self._summed_up = False
-        for applied in self.parallelized:
+        # Inside out: what a data rank adds up is a summand of another axis's sum.
+        for applied in reversed(self.parallelized):
             loss = applied.before_backward(loss)
         precision.backward(loss, module, optimizer, *args, **kwargs)
-        for applied in self.parallelized:
+        for applied in reversed(self.parallelized):
             applied.after_backward()
         if module.automatic_optimization and self.logs is not None:
             self.logs.step_ends()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,15 +32,17 @@ from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.initialization import materialize, meta_tensors, synchronize_values
 from lightning_5d.logs import attach as attach_logs
 from lightning_5d.mesh import DATA_AXES, ParallelMesh, resolve_sizes
-from lightning_5d.parallelism import Parallelism, Problem, RunContext, plugin_problems, raise_problems
+from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, plugin_problems, raise_problems
 from lightning_5d.plan import ParallelPlan, find_plan
 from lightning_5d.precision import FiveDPrecision, fived_precision
 from lightning_5d.steps import ParallelSteps
+from lightning_5d.whole_summary import WholeSummaries
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.callbacks import Callback
 
     from lightning_5d.launch.in_process import InProcessLauncher
     from lightning_5d.launch.script import ScriptLauncher
@@ -121,6 +123,7 @@ class FiveD(ParallelSteps):
         self._ranks: ScriptLauncher | InProcessLauncher | None = None
         self._mesh: ParallelMesh | None = None
         self._setup_module: nn.Module | None = None
+        self._summaries: WholeSummaries | None = None
 
     # Configuration: before processes exist
 
@@ -296,6 +299,8 @@ class FiveD(ParallelSteps):
         if self._setup_module is not module:
             self._parallelize(module, fitting)
         if fitting:
+            if self._summaries is not None:
+                self._summaries.hand_out(_callbacks(trainer))
             self._reset_optimizers()
             with ExitStack() as contexts:
                 for applied in self.parallelized:
@@ -343,12 +348,15 @@ class FiveD(ParallelSteps):
         for applied in self.parallelized:
             applied.close()
         restore(module)  # what another Trainer's strategy may have left
+        # Elsewhere what Lightning finds is the whole module.
+        self._summaries = WholeSummaries(module, _callbacks(module.trainer)) if self.mesh.size("pp", "tp") > 1 else None
         precision.cast_activations(module, [module.get_submodule(name) for name in plan.block_names(module)])
-        self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in self.plugins]
+        plugins = [plugin.surveyed(module, plan) for plugin in self.plugins]
+        self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in plugins]
         for applied in self.parallelized:
             applied.all_at_work(self.parallelized)
         if meta_tensors(module):
-            materialize(module, self.root_device)
+            materialize(module, self.root_device, forms=self.forms.by_name)
         self._setup_module = module
         point_metrics_to(module, self.mesh.data_group)
 
@@ -371,5 +379,25 @@ class FiveD(ParallelSteps):
         if self._ranks is not None:
             self._ranks.finish()
 
+    def describe(self) -> str:
+        """What the strategy does, for people: the mesh, the plugins, and what each axis has made of the module.
+
+        The mesh is known from the `setup` hooks on, and the axes are at work once the strategy has been set up, as in `on_fit_start`; before
+        that their places say so. No communication: each rank may call it by itself, and describes itself.
+        """
+        lines = [f"Mesh: {self._mesh.describe() if self._mesh is not None else 'none yet, processes have not started'}"]
+        applied: Sequence[Parallelized | None] = self.parallelized or [None] * len(self.plugins)
+        for plugin, at_work in zip(self.plugins, applied, strict=True):
+            lines += ["", f"{plugin.axis}: {plugin.short()}"]
+            if at_work is None:
+                lines[-1] += ", not at work yet"
+            elif report := at_work.describe():
+                lines += ["", report]
+        return "\n".join(lines)
+
     def __repr__(self) -> str:
         return f"FiveD({', '.join(plugin.short() for plugin in self.plugins)})"
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Callback]:
+    return getattr(trainer, "callbacks", [])

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_5d.checkpoint.forms import Formed, Forms, is_elementwise, whole_tensor
 from lightning_5d.names import plain_name
+from lightning_5d.parallelism import StoredForm
 
 
 def gather(state: Any, *, keep: bool) -> Any:
@@ -28,14 +29,14 @@ def gather(state: Any, *, keep: bool) -> Any:
     Returns:
         The same structure without any `DTensor`.
     """
-    if isinstance(state, DTensor):
-        # Checked with torch 2.13: without elements, `full_tensor` fails where the ranks do not divide the first dimension.
-        whole = state.full_tensor() if state.numel() else torch.empty(state.shape, dtype=state.dtype)
+    if isinstance(state, DTensor | Formed):
+        whole = whole_tensor(state)
         if not keep:
             return whole.detach().to("meta")
         # On one rank, and where the tensor is replicated, it is no new memory.
-        own = whole.data_ptr() == state._local_tensor.data_ptr()
-        return whole.detach().to("cpu", copy=own)
+        stored = state.stored if isinstance(state, Formed) else state
+        own = stored.to_local() if isinstance(stored, DTensor) else stored
+        return whole.detach().to("cpu", copy=whole.data_ptr() == own.data_ptr())
     if isinstance(state, Tensor):
         # A copy: the file must not change when training goes on while it is written.
         return state.detach().to("cpu", copy=True) if keep else state.detach().to("meta")
@@ -47,28 +48,43 @@ def gather(state: Any, *, keep: bool) -> Any:
     return state
 
 
-def place_like(value: Tensor, like: Tensor) -> Tensor:
+def place_like(value: Tensor, like: Tensor, form: StoredForm | None = None) -> Tensor:
     """A whole tensor cut to the shards of `like`, without communication; plain where `like` is plain."""
     if not isinstance(like, DTensor) or isinstance(value, DTensor):
         return value
     local = value.to(like.device)
+    if form is not None:
+        local = form.store(local)
     return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def place_module_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+def place_module_state(state: Mapping[str, Any], module: nn.Module, forms: Forms | None = None) -> dict[str, Any]:
     """A module's whole state dict cut to this rank's shards, ready for ``module.load_state_dict``.
 
-    Blocks may be wrapped (compiled, checkpointed) here and not where the state comes from, or the reverse. Shapes that do not fit are passed through whole, so that ``load_state_dict`` names them as it always does.
+    Blocks may be wrapped (compiled, checkpointed) here and not where the state comes from, or the reverse. Shapes that do not fit
+    are passed through whole, so that ``load_state_dict`` names them as it always does.
+
+    Raises:
+        RuntimeError: If a weight that is stored in another form has not the shape that a checkpoint of this module has.
     """
+    by_name = {} if forms is None else forms.by_name
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
     targets = {plain_name(name): tensor for name, tensor in named}
     wrapped = {plain_name(key): key for key in module.state_dict()}
     placed: dict[str, Any] = {}
     for key, value in state.items():
         plain = plain_name(key)
-        like = targets.get(plain)
-        fits = isinstance(value, Tensor) and like is not None and value.shape == like.shape
-        placed[wrapped.get(plain, key)] = place_like(value, like) if fits and like is not None else value
+        like, form = targets.get(plain), by_name.get(plain)
+        if isinstance(value, Tensor) and like is not None:
+            shape = like.shape if form is None else form.whole_shape(like.shape)
+            if value.shape == shape:
+                value = place_like(value, like, form)
+            elif form is not None:
+                raise RuntimeError(
+                    f"Error(s) in loading state_dict for {type(module).__name__}:\n\tsize mismatch for {plain}: copying a param"
+                    f" with shape {value.shape} from checkpoint, the shape in current model is {shape}."
+                )
+        placed[wrapped.get(plain, key)] = value
     return placed
 
 
@@ -77,10 +93,17 @@ def with_plain_names(state: Mapping[str, Any]) -> Any:
     return like_mapping(state, {plain_name(key): value for key, value in state.items()})
 
 
-def place_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def place_optimizer_state(
+    state: Mapping[str, Any], optimizer: Optimizer, forms: Mapping[int, StoredForm] | None = None
+) -> dict[str, Any]:
     """An optimizer's whole state dict cut to this rank's shards, ready for ``optimizer.load_state_dict``.
 
     State tensors of their parameter's shape (momentum, variance) are cut as the parameter is; others (step counts) stay whole.
+
+    Args:
+        state: Of one process.
+        optimizer: Of this rank.
+        forms: Those of parameters that are stored in another form than in a checkpoint, by id.
 
     Raises:
         ValueError: If the groups hold other numbers of parameters than the optimizer's.
@@ -96,17 +119,18 @@ def place_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dic
     for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         parameters.update(zip(saved_group["params"], group["params"], strict=True))
     placed = {
-        index: {key: _place_entry(key, value, parameters[index]) for key, value in entries.items()}
+        index: {
+            key: _place_entry(key, value, parameters[index], (forms or {}).get(id(parameters[index])))
+            for key, value in entries.items()
+        }
         for index, entries in state["state"].items()
     }
     return {**state, "state": placed}
 
 
-def _place_entry(key: str, value: Any, parameter: Tensor) -> Any:
-    # A scalar parameter's moments have the shape of a step count, which torch's optimizers always call "step".
-    if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-        return place_like(value, parameter)
-    return value
+def _place_entry(key: str, value: Any, parameter: Tensor, form: StoredForm | None) -> Any:
+    shape = parameter.shape if form is None else form.whole_shape(parameter.shape)
+    return place_like(value, parameter, form) if is_elementwise(key, value, shape) else value
 
 
 def like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

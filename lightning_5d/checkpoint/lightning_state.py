@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_5d.checkpoint.forms import Forms
 from lightning_5d.checkpoint.full_state import (
     gather,
     like_mapping,
@@ -56,6 +57,11 @@ class WholeCheckpoints(ParallelStrategy, ABC):
         """Makes the last optimizer step final, where that may still have to come."""
 
     @property
+    def forms(self) -> Forms:
+        """Those weights that are not stored as they are in a checkpoint."""
+        return Forms({name: form for axis in self.parallelized for name, form in axis.stored_forms().items()})
+
+    @property
     def stages(self) -> Stages | None:
         """What joins the state of ranks that hold different stages of the module; ``None`` where each rank holds all of it."""
         return next((found for applied in self.parallelized if (found := applied.stages()) is not None), None)
@@ -65,6 +71,7 @@ class WholeCheckpoints(ParallelStrategy, ABC):
         self.settle_step()
         gather_ranks("save_checkpoint")
         named = with_plain_names(self.connected_module.state_dict())
+        named = like_mapping(named, self.forms.marked(named))
         if self.stages is not None:
             whole = self.stages.module_state(named, keep=self.is_global_zero)
             return like_mapping(named, whole)  # type: ignore[no-any-return]
@@ -77,9 +84,10 @@ class WholeCheckpoints(ParallelStrategy, ABC):
         Args:
             values: Parameters, gradients or the like, by parameter name as this rank's module has it.
         """
+        marked = self.forms.marked(values)
         if self.stages is not None:
-            return self.stages.by_parameter(values, keep=self.is_global_zero)
-        found: dict[str, Tensor] = gather(dict(values), keep=self.is_global_zero)
+            return self.stages.by_parameter(marked, keep=self.is_global_zero)
+        found: dict[str, Tensor] = gather(marked, keep=self.is_global_zero)
         return found
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -95,15 +103,16 @@ class WholeCheckpoints(ParallelStrategy, ABC):
             if strict and missing:
                 raise RuntimeError(_does_not_fit(module, missing, unexpected))  # all ranks say the same
             state = self.stages.own_module_state(state, module)
-        module.load_state_dict(place_module_state(state, module), strict=strict)
+        module.load_state_dict(place_module_state(state, module, self.forms), strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.settle_step()
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        marked = self.forms.marked_state(inner, self.connected_module)
         if self.stages is not None:
-            return self.stages.optimizer_state(inner, self.connected_module, keep=self.is_global_zero)
-        state: dict[str, Any] = gather(inner.state_dict(), keep=self.is_global_zero)
+            return self.stages.optimizer_state(marked, inner, self.connected_module, keep=self.is_global_zero)
+        state: dict[str, Any] = gather(marked, keep=self.is_global_zero)
         return state
 
     @override
@@ -114,10 +123,11 @@ class WholeCheckpoints(ParallelStrategy, ABC):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        forms = self.forms.by_parameter(self.connected_module)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if self.stages is not None:
-                state = self.stages.own_optimizer_state(state, optimizer, self.connected_module)
-            optimizer.load_state_dict(place_optimizer_state(state, optimizer))
+                state = self.stages.own_optimizer_state(state, optimizer, self.connected_module, forms)
+            optimizer.load_state_dict(place_optimizer_state(state, optimizer, forms))
         if self.stages is not None and isinstance(checkpoint, dict):
             # Lightning reads the schedules' states from it next.
             checkpoint["lr_schedulers"] = self._scheduler_states(checkpoint["lr_schedulers"], own=True)

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_5d.checkpoint.forms import Formed, whole_tensor
 from lightning_5d.checkpoint.full_state import gather
 from lightning_5d.checkpoint.parameter_groups import Group, Joined, join_groups
 from lightning_5d.mesh import ParallelMesh
 from lightning_5d.names import plain_name
+from lightning_5d.parallelism import StoredForm
 
 _BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 """What torch's learning-rate schedules (2.13) keep for each parameter group."""
@@ -81,18 +82,20 @@ class Stages:
         named = {self._first(name): value for name, value in values.items()}
         return self._collect(named, lambda lists: _in_order(lists, self._positions()), keep=keep)
 
-    def optimizer_state(self, optimizer: Optimizer, module: nn.Module, *, keep: bool) -> dict[str, Any]:
+    def optimizer_state(
+        self, state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module, *, keep: bool
+    ) -> dict[str, Any]:
         """The state dict of the optimizer that one process would have; every rank calls it.
 
         Args:
-            optimizer: This rank's.
+            state: This rank's state dict, maybe sharded.
+            optimizer: Whose it is.
             module: The module whose parameters it changes.
             keep: As for `module_state`.
 
         Raises:
             ValueError: If the optimizer has parameters that the module does not have.
         """
-        state = optimizer.state_dict()
         names = self._names(optimizer, module)
         joined = self._joined(optimizer, names, module)
         numbers = joined.numbers
@@ -147,8 +150,20 @@ class Stages:
         elsewhere = set(self.keys) - mine
         return {key: value for key, value in state.items() if plain_name(key) not in elsewhere}
 
-    def own_optimizer_state(self, state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    def own_optimizer_state(
+        self,
+        state: Mapping[str, Any],
+        optimizer: Optimizer,
+        module: nn.Module,
+        forms: Mapping[int, StoredForm] | None = None,
+    ) -> dict[str, Any]:
         """A whole optimizer's state dict cut to the parameters that this rank holds; every rank calls it.
+
+        Args:
+            state: The whole one.
+            optimizer: This rank's.
+            module: The module whose parameters it changes.
+            forms: Those of parameters that are stored in another form than in a checkpoint, by id.
 
         Raises:
             ValueError: If the groups hold other numbers of parameters than those of the optimizers on all stages together, or a
@@ -181,7 +196,9 @@ class Stages:
             for name in group_names:
                 if name is not None and known[name] in state["state"]:
                     entries[number] = state["state"][known[name]]
-                    _check_shapes(name, entries[number], parameters[name])
+                    form = (forms or {}).get(id(parameters[name]))
+                    shape = parameters[name].shape
+                    _check_shapes(name, entries[number], shape if form is None else form.whole_shape(shape))
                 number += 1
             groups.append(whole)
         return {**state, "state": entries, "param_groups": groups}
@@ -238,12 +255,11 @@ class Stages:
                 found[key] = torch.empty(outline.shape, dtype=outline.dtype, device="meta")
         return found
 
-    def _hand_out(self, value: Tensor, keepers: Sequence[int], *, keep: bool) -> Tensor:
+    def _hand_out(self, value: Tensor | Formed, keepers: Sequence[int], *, keep: bool) -> Tensor:
         if not keepers:
             whole: Tensor = gather(value, keep=keep)
             return whole
-        whole = value.full_tensor() if isinstance(value, DTensor) and value.numel() else value
-        whole = whole.detach().to(self.device)
+        whole = whole_tensor(value).detach().to(self.device)
         if whole.numel():
             for rank in keepers:
                 dist.send(_bytes(whole.contiguous()), group=self.group, group_dst=rank)
@@ -309,13 +325,13 @@ def _own_schedule(state: Any, places: Sequence[int], count: int) -> Any:
     }
 
 
-def _check_shapes(name: str, entries: Any, parameter: Tensor) -> None:
+def _check_shapes(name: str, entries: Any, wanted: Sequence[int]) -> None:
     if not isinstance(entries, Mapping):
         return
     shapes = {tuple(value.shape) for value in entries.values() if isinstance(value, Tensor) and value.ndim > 0}
-    if len(shapes) == 1 and (shape := shapes.pop()) != tuple(parameter.shape) and len(shape) == parameter.ndim:
+    if len(shapes) == 1 and (shape := shapes.pop()) != tuple(wanted) and len(shape) == len(wanted):
         raise ValueError(
-            f"The checkpoint's optimizer state at the place of {name}, of shape {tuple(parameter.shape)}, is of shape {shape}. A"
+            f"The checkpoint's optimizer state at the place of {name}, of shape {tuple(wanted)}, is of shape {shape}. A"
             " checkpoint numbers parameters in the order of `configure_optimizers`, which a pipeline infers from that of its"
             " stages: list parameters as the module does, or load into the layout that saved it."
         )
@@ -323,7 +339,7 @@ def _check_shapes(name: str, entries: Any, parameter: Tensor) -> None:
 
 def _outline(value: Any) -> Any:
     """What there is to know about a tensor beforehand; anything else itself, with tensors inside of it whole."""
-    if isinstance(value, Tensor) and value.layout == torch.strided:
+    if isinstance(value, Formed) or (isinstance(value, Tensor) and value.layout == torch.strided):
         return _Outline(tuple(value.shape), value.dtype)
     return gather(value, keep=True)
 

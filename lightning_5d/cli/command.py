@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from lightning_5d.cli.plan import add_plan_options
 from lightning_5d.cli.schedule import add_schedule_options
 
 HYDRA_COMMANDS = {
@@ -34,6 +35,10 @@ def main() -> int:
         from lightning_5d.cli.schedule import run_schedule
 
         return run_schedule(arguments)
+    if arguments.command == "plan":
+        from lightning_5d.cli.plan import run_plan
+
+        return run_plan(arguments)
     return _tokenize(arguments)
 
 
@@ -52,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     tokenize.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
     add_schedule_options(commands.add_parser("schedule", help="draw pipeline schedules, with their bubble and memory"))
+    add_plan_options(commands.add_parser("plan", help="show what a tensor axis makes of a model"))
     # Not for people: how the other ranks of a run that Hydra configured are started.
     worker = commands.add_parser("worker")
     worker.add_argument("config", type=Path)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from lightning_5d.data_parallel.changes import copy_changes
 
@@ -24,6 +26,57 @@ def move_into(param: FSDPParam, target: torch.Tensor) -> None:
     target.copy_(data)
     local.data = target[: local.numel()].view(local.shape)
     param._sharded_param_data = target
+
+
+def show_plain(param: FSDPParam) -> None:
+    """Lets the full parameter be a plain tensor, this rank's part, where the given one was a DTensor over another axis.
+
+    The shard and its gradient stay DTensors over both: what says so was made with the parameter.
+    """
+    param.is_dtensor, param._unsharded_dtensor_spec = False, None
+
+
+def as_shown(param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
+    """A shard's gradient as one of the full parameter: over the data ranks alone, in the same memory."""
+    mesh = param.mesh_info.mesh
+    if not isinstance(grad, DTensor) or grad.device_mesh.ndim == mesh.ndim:
+        return grad
+    shape, stride = param._orig_size, param._contiguous_orig_stride
+    return DTensor.from_local(
+        grad._local_tensor, mesh, _over_data_ranks(param), run_check=False, shape=shape, stride=stride
+    )
+
+
+def as_of_shard(param: FSDPParam, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """The reverse: what somebody has put in the place of such a gradient."""
+    spec = param._sharding_spec
+    if not isinstance(grad, DTensor) or grad.device_mesh.ndim == spec.mesh.ndim:
+        return grad
+    return param.to_sharded_dtensor(grad.redistribute(placements=_over_data_ranks(param))._local_tensor)
+
+
+def _over_data_ranks(param: FSDPParam) -> list[Placement]:
+    given = param._sharding_spec.placements[: param.mesh_info.mesh.ndim]
+    return [Replicate() if placement.is_replicate() else param.fsdp_placement for placement in given]
+
+
+def can_lend(param: FSDPParam) -> bool:
+    """Whether a shard that is all of its parameter may be the full one as well: nothing is cast or moved in between."""
+    data = param._sharded_param_data
+    return data.device == param.device and data.dtype == (param.param_dtype or param.orig_dtype)
+
+
+def lend(param: FSDPParam) -> None:
+    """Makes a shard the full parameter; if it was replaced since the first time, the full one gets its values."""
+    data = param._sharded_param_data
+    if not param.all_gather_outputs:
+        param.all_gather_outputs = [data]
+        param.free_unsharded_param = keep  # type: ignore[method-assign]
+        param.init_unsharded_param()  # type: ignore[no-untyped-call]
+    lent = param.all_gather_outputs[0]
+    if lent.data_ptr() != data.data_ptr():
+        with torch.autograd._unsafe_preserve_version_counter(lent):
+            lent.copy_(data)
 
 
 def has_gradient(param: FSDPParam) -> bool:
@@ -86,14 +139,24 @@ def deliver(params: Sequence[FSDPParam], result: torch.Tensor, shard_numels: Seq
         flat = by_dtype.setdefault(param.orig_dtype, result.to(param.orig_dtype))
         grad = torch.as_strided(flat, param.sharded_size, param.contiguous_sharded_stride, storage_offset=offset)
         offset += numel
-        if param.offload_to_cpu:
-            grad = grad.to("cpu")
-        if param.sharded_param.grad is not None:
-            param.sharded_param.grad._local_tensor += grad  # type: ignore[attr-defined]
-        else:
-            param.sharded_param.grad = param.to_sharded_dtensor(grad)
-        for hook in (getattr(param.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(param.sharded_param)
+        _give(param, grad)
+
+
+def _give(param: FSDPParam, grad: torch.Tensor) -> None:
+    if param.offload_to_cpu:
+        grad = grad.to("cpu")
+    if param.sharded_param.grad is not None:
+        param.sharded_param.grad._local_tensor += grad  # type: ignore[attr-defined]
+    else:
+        param.sharded_param.grad = param.to_sharded_dtensor(grad)
+    for hook in (getattr(param.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(param.sharded_param)
+
+
+def hand_over(params: Sequence[FSDPParam], grads: Sequence[torch.Tensor]) -> None:
+    """Makes gradients those of the shards, where a shard is all of its parameter."""
+    for param, grad in zip(params, grads, strict=True):
+        _give(param, grad.contiguous())
 
 
 def keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
@@ -117,3 +180,7 @@ def keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
             copy_changes(mine, shard)
     if moved:
         full.data = torch.as_strided(own, param._orig_size, param._contiguous_orig_stride, storage_offset=0)
+
+
+def keep() -> None:
+    """In the place of what would free a full parameter."""

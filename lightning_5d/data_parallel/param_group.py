@@ -21,12 +21,17 @@ from typing_extensions import override
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.layout import Layout, cut_among_ranks
 from lightning_5d.data_parallel.param import (
+    can_lend,
     deliver,
     drop_gradient,
+    hand_over,
     has_gradient,
+    keep,
     keep_writes,
+    lend,
     move_into,
     resume_gradient,
+    show_plain,
     suspend_gradient,
     take_gradient,
     widen_gradient,
@@ -229,6 +234,12 @@ class ExchangingParamGroup(RecordingParamGroup):
     @override
     def wait_for_unshard(self) -> None:
         if self.exchange.shard is None:
+            if self._all_gather_result is not None and all(map(can_lend, self.fsdp_params)):
+                with torch.inference_mode(False), torch.no_grad():
+                    for param in self.fsdp_params:
+                        lend(param)
+                    self._all_gather_result = None
+                    self._to_unsharded()
             super().wait_for_unshard()
             return
         if self._arrival is None:
@@ -392,6 +403,10 @@ class ExchangingParamGroup(RecordingParamGroup):
         self, params: list[FSDPParam], grads: list[torch.Tensor], reduce_dtype: torch.dtype, position: int
     ) -> None:
         exchange = self.exchange
+        alone = exchange.shard is None and exchange.replicate is None and self._divide_by() == 1.0
+        if alone and all(grad.dtype == param.orig_dtype for grad, param in zip(grads, params, strict=True)):
+            hand_over(params, grads)
+            return
         ranks = exchange.shard.size if exchange.shard is not None else 1
         shard_numels = [-(-grad.shape[0] // ranks) * (grad.numel() // grad.shape[0]) for grad in grads]
         numel = ranks * sum(shard_numels)
@@ -442,6 +457,9 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
     groups: list[Any] = state._fsdp_param_groups
     for group in groups:
         own_gather = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
+        for param in group.fsdp_params:
+            if param.is_dtensor:
+                show_plain(param)
         group.used, group.fresh, group.reductions = set(), set(), 0
         group.holding = group.pinned = group.compare_all = group.exposed = False
         group._full_versions = []
@@ -458,7 +476,7 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
         if exchange.keep_unsharded:
             for param in group.fsdp_params:
                 # Stages 0 to 2 hold all parameters all along; keeping the memory spares fresh pages every step.
-                param.free_unsharded_param = _keep
+                param.free_unsharded_param = keep
     return list(groups)
 
 
@@ -468,7 +486,3 @@ def state_of(module: nn.Module) -> FSDPState:
     if state is None:
         raise ValueError(f"{type(module).__name__} was not sharded; pass it to shard() as a block or as the root.")
     return state
-
-
-def _keep() -> None:
-    return None

@@ -29,11 +29,14 @@ class ScalarParams:
                 for name, candidate in owner._parameters.items()
                 if candidate is param
             ]
-            replicated = DTensor.from_local(param.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+            local, over = param.detach(), mesh
+            if isinstance(param, DTensor):
+                # As FSDP2 does (torch 2.13), since optimizers refuse tensors of several meshes.
+                local, over = param.to_local().detach(), DeviceMesh._concatenate([mesh, param.device_mesh])
+            replicated = DTensor.from_local(local, over, [Replicate()] * over.ndim, run_check=False)
             self._places.append(places)
             self.sharded.append(nn.Parameter(replicated, requires_grad=param.requires_grad))
-            self._plain.append(nn.Parameter(param.detach(), requires_grad=param.requires_grad))
-        self._mesh = mesh
+            self._plain.append(nn.Parameter(local, requires_grad=param.requires_grad))
         self._computing = True
         self.to_sharded()
 
@@ -52,7 +55,10 @@ class ScalarParams:
             if param is not None and param is not self.sharded[index]:
                 self.sharded[index] = param  # replaced, as to_empty() and load_state_dict(assign=True) do
             plain, sharded = self._plain[index], self.sharded[index]
-            plain.data = sharded.data.to_local()  # type: ignore[attr-defined]
+            local = sharded.data.to_local()  # type: ignore[attr-defined]
+            if plain.device != local.device:  # it was on the meta device
+                plain = self._plain[index] = nn.Parameter(local)
+            plain.data = local
             plain.requires_grad_(sharded.requires_grad)
         self._register(self._plain)
         self._computing = True
@@ -88,7 +94,8 @@ class ScalarParams:
             sharded = self.sharded[index]
             local = mean.to(sharded.dtype).clone()
             if sharded.grad is None:
-                sharded.grad = DTensor.from_local(local, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+                over = sharded.device_mesh  # type: ignore[attr-defined]
+                sharded.grad = DTensor.from_local(local, over, [Replicate()] * over.ndim, run_check=False)
             else:
                 sharded.grad.to_local().add_(local)  # type: ignore[attr-defined]
 

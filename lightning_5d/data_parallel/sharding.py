@@ -36,7 +36,8 @@ def shard(
     Args:
         module: The root. Its ``forward`` must run around every training and validation step.
         blocks: Submodules to gather and reduce one at a time (the layers of a transformer). May be empty.
-        mesh: One axis (shard) or two (replicate, shard); may be a part of a larger mesh.
+        mesh: One axis (shard) or two (replicate, shard); may be a part of a larger mesh. Parameters may be DTensors over
+            another axis of that: then they are over both, and plain tensors of this rank's part while the module computes.
         options: Stage, precision and offload; see :class:`ShardOptions`.
 
     Returns:
@@ -46,6 +47,8 @@ def shard(
         ValueError: If the mesh has no or more than two axes, or a block is not inside ``module``.
     """
     options = options or ShardOptions()
+    # Weights of the tensor axis: at rest they are DTensors over it, and only FSDP2's groups show plain ones in between.
+    spread = any(isinstance(parameter, DTensor) for parameter in module.parameters())
     if mesh.ndim not in (1, 2):
         raise ValueError(f"The data mesh has {mesh.ndim} axes; give one (shard) or two (replicate, shard).")
     mixed = options.mp_policy is not None and options.mp_policy.param_dtype is not None
@@ -58,10 +61,10 @@ def shard(
     if options.synchronize and axes:
         for axis in axes:
             broadcast_from_first(module, axis.get_group())
-    if not axes and not mixed and options.offload == "none":
+    if not axes and not mixed and not spread and options.offload == "none":
         return Engine(module, options)
     gloo = mesh.device_type == "cpu"
-    if options.stage == 0 and gloo and not mixed:
+    if options.stage == 0 and gloo and not mixed and not spread:
         return ReplicatedEngine(module, options, open_transport(_flat_group(mesh, axes), options.shared_memory))
     return _shard_with_fsdp2(module, cuts, mesh, axes, options, gloo)
 

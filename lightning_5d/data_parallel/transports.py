@@ -14,12 +14,13 @@ from lightning_5d.data_parallel.transport import Transport
 
 def open_transport(group: dist.ProcessGroup, shared_memory: bool = True) -> Transport:
     """Opens the fastest transport that works between all ranks of ``group``. All of them must call it."""
-    if shared_memory and (transport := SharedMemory.connect(group, _timeout_s(group))) is not None:
+    if shared_memory and (transport := SharedMemory.connect(group, timeout_s_of(group))) is not None:
         return transport
     return PointToPoint(group)
 
 
-def _timeout_s(group: dist.ProcessGroup) -> float:
+def timeout_s_of(group: dist.ProcessGroup) -> float:
+    """The longest wait for a collective of a group on CPU, in seconds."""
     # torch has no public way to ask for a group's timeout (checked with 2.13).
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)

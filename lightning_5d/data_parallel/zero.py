@@ -112,7 +112,9 @@ class ZeRO(Parallelism):
             trainer = getattr(context.module, "_trainer", None)
             callbacks = getattr(trainer, "callbacks", ())
             cast = context.dtypes.compute is not None
-            problems += module_problems(context.module, self.stage, ranks, callbacks, cast=cast)
+            problems += module_problems(
+                context.module, self.stage, ranks, callbacks, cast=cast, tensor=context.sizes.get("tp", 1)
+            )
         return problems
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:

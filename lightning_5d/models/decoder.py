@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -233,6 +233,21 @@ class Decoder(nn.Module):
     Every module that owns parameters fills them in its own `reset_parameters`, so a decoder that was built on the meta
     device can be filled one module at a time.
     """
+
+    # Which layers may be cut over ranks, and how; the words are those of Hugging Face's `base_model_tp_plan`.
+    parallel_plan: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "embed_tokens": "vocabulary",
+            "layers.*.self_attn.q_proj": "colwise",
+            "layers.*.self_attn.k_proj": "colwise",
+            "layers.*.self_attn.v_proj": "colwise",
+            "layers.*.self_attn.o_proj": "rowwise",
+            "layers.*.mlp.gate_proj": "colwise",
+            "layers.*.mlp.up_proj": "colwise",
+            "layers.*.mlp.down_proj": "rowwise",
+            "lm_head": "vocabulary",
+        }
+    )
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -92,6 +92,27 @@ class DeferredWeights:
         finally:
             self.queue = before
 
+    def put_off(
+        self, product: Product, x: Tensor, grad: Tensor, weight: nn.Parameter | None, bias: nn.Parameter | None
+    ) -> tuple[bool, bool]:
+        """Leaves the gradients of a layer's weight and bias to the present queue, as far as there is one and they can wait.
+
+        Args:
+            product: What the layer computes.
+            x: Its input.
+            grad: The gradient of its output.
+            weight: Its weight, if that needs a gradient.
+            bias: The same of its bias.
+
+        Returns:
+            Whether the gradient of the weight, and that of the bias, is still to be computed now.
+        """
+        put_weight = self.queue is not None and weight is not None and _can_wait(weight)
+        put_bias = self.queue is not None and bias is not None and _can_wait(bias)
+        if self.queue is not None and (put_weight or put_bias):
+            self.queue.put(_Entry(product, weight if put_weight else None, bias if put_bias else None, x, grad))
+        return weight is not None and not put_weight, bias is not None and not put_bias
+
     def close(self) -> None:
         """Gives the modules their own forwards back. Queues that are not empty can still run."""
         for forward in self._forwards:
@@ -135,19 +156,27 @@ class DeferringForward:
         # Not through `nn.Module.__getattr__`, which costs as much as all of this; a parametrized weight is not found here.
         weight, bias = self.module._parameters.get("weight"), self.module._parameters.get("bias")
         if (
-            type(x) in _PLAIN
-            and type(weight) is nn.Parameter
-            and (bias is None or type(bias) is nn.Parameter)
+            weight is not None
             and weight.requires_grad
             and torch.is_grad_enabled()
-            and not x.is_nested
-            and x.layout is torch.strided
-            and x.ndim >= self.product.dimensions
-            and _ordinary_autograd()
-            and _not_cast(x, weight, bias)
+            and is_plain(x, weight, bias, self.product)
         ):
             return _Deferring.apply(x, weight, bias, self.product, self.deferred)  # type: ignore[no-untyped-call]
         return self.original(x)
+
+
+def is_plain(x: Any, weight: Any, bias: Any, product: Product) -> bool:
+    """Whether a layer may compute its product from these operands itself: nothing but autograd looks at or changes them."""
+    return bool(
+        type(x) in _PLAIN
+        and type(weight) is nn.Parameter
+        and (bias is None or type(bias) is nn.Parameter)
+        and not x.is_nested
+        and x.layout is torch.strided
+        and x.ndim >= product.dimensions
+        and _ordinary_autograd()
+        and _not_cast(x, weight, bias)
+    )
 
 
 def _ordinary_autograd() -> bool:
@@ -202,12 +231,10 @@ class _Deferring(torch.autograd.Function):
         of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_x = product.input_gradient(grad, saved_weight, x) if of_x else None
         grad_weight = grad_bias = None
-        queue = None if torch.is_grad_enabled() else deferred.queue
-        if queue is not None:
-            put_weight, put_bias = of_weight and _can_wait(weight), of_bias and _can_wait(bias)
-            if put_weight or put_bias:
-                queue.put(_Entry(product, weight if put_weight else None, bias if put_bias else None, x, grad))
-            of_weight, of_bias = of_weight and not put_weight, of_bias and not put_bias
+        if not torch.is_grad_enabled():
+            of_weight, of_bias = deferred.put_off(
+                product, x, grad, weight if of_weight else None, bias if of_bias else None
+            )
         if of_weight:
             grad_weight = product.weight_gradient(grad, x, weight)
         if of_bias:

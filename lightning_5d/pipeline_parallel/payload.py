@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from lightning_5d.whole_length import length_on, mark
+
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
@@ -21,11 +23,13 @@ class Leaf:
         shape: Its shape.
         dtype: Its dtype.
         trained: Whether its gradient is sent back.
+        whole: Where it is a piece of a sequence, the length of the whole.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
+    whole: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,9 @@ class PayloadSpec:
 
     def together(self, tensors: Sequence[Tensor]) -> Any:
         """The payload with these tensors."""
+        for tensor, leaf in zip(tensors, self.tensors, strict=True):
+            if leaf.whole is not None:
+                mark(tensor, leaf.whole)
         if self.tree is None:
             return tensors[0]
         rest = iter(tensors)
@@ -93,13 +100,14 @@ def take_apart(payload: Any, stage: int) -> tuple[list[Tensor], PayloadSpec]:
 
 
 def _leaf_of(tensor: Tensor) -> Leaf:
-    return Leaf(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    return Leaf(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, length_on(tensor))
 
 
 def _leaf_fits(mine: Any, theirs: Any) -> bool:
     if not (isinstance(mine, Leaf) and isinstance(theirs, Leaf)):
         return type(mine) is type(theirs) and bool(mine == theirs)
-    return mine.shape == theirs.shape and mine.dtype == theirs.dtype and (mine.trained or not theirs.trained)
+    same = (mine.shape, mine.dtype, mine.whole) == (theirs.shape, theirs.dtype, theirs.whole)
+    return same and (mine.trained or not theirs.trained)
 
 
 def _not_tensors(payload: Any, stage: int) -> str:

@@ -38,7 +38,8 @@ class SetAside:
             owners: How many ranks will add their gradients of a parameter up. Each has all of what was not cleared.
         """
         for parameter, gradient in zip(self._parameters, self._held, strict=True):
-            if gradient is None:
-                continue
-            parameter.grad = gradient if parameter.grad is None else parameter.grad / owners(parameter) + gradient
+            kept = parameter.grad
+            if kept is not None and (count := owners(parameter)) > 1:
+                kept = kept / count  # also where this rank adds nothing to it: the others do
+            parameter.grad = gradient if kept is None else kept if gradient is None else kept + gradient
         self._held = [None] * len(self._parameters)

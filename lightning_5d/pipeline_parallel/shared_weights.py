@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_5d.checkpoint.full_state import gather
-from lightning_5d.gradients import values_of
+from lightning_5d.gradients import give_gradient, values_of
 from lightning_5d.mesh import ParallelMesh
 from lightning_5d.names import plain_name
 from lightning_5d.parallelism import Problem
@@ -290,23 +289,8 @@ def _take(bucket: Bucket, flat: Tensor) -> None:
     sizes = [values_of(parameter).numel() for _, parameter in bucket]
     *sums, used = torch.split(flat, [*sizes, len(bucket)])
     for (_, parameter), total, is_used in zip(bucket, sums, used.tolist(), strict=True):
-        if not is_used:
-            continue
-        local = values_of(parameter)
-        if parameter.grad is not None:
-            values_of(parameter.grad).copy_(total.view(local.shape))
-            continue
-        grad: Tensor = total.view(local.shape).to(local.dtype)
-        if isinstance(parameter, DTensor):
-            grad = DTensor.from_local(
-                grad,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        parameter.grad = grad
+        if is_used:
+            give_gradient(parameter, total)
 
 
 def _fingerprint(values: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,6 +14,8 @@ from typing_extensions import override
 from lightning_5d.data_parallel.traffic import Traffic
 
 Reduction = Literal["sum", "max"]
+
+_CPU = torch.device("cpu")
 
 
 class Arriving(ABC):
@@ -64,6 +67,25 @@ class TensorAxis(ABC):
         """This rank's part, along `dim`, of the sum over the ranks."""
         return self.start_scatter_sum(x, dim).wait()
 
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Uninitialised contiguous memory, from which the ``start_…`` methods may send without a copy.
+
+        After it has been sent it must not be written to again: others may still read it.
+
+        Args:
+            shape: Its shape.
+            like: A tensor of its dtype and device.
+        """
+        return like.new_empty(tuple(shape))
+
+    def memory(self) -> list[Tensor]:
+        """The memory that this rank keeps for reuse, whole."""
+        return []
+
+    def mapped(self) -> list[Tensor]:
+        """The memory of other ranks that this one reads in place, whole."""
+        return []
+
     def close(self) -> None:  # noqa: B027 - most axes hold nothing
         """Gives back what the axis holds."""
 
@@ -83,7 +105,7 @@ class CollectiveAxis(TensorAxis):
         part = x.detach().movedim(dim, 0).contiguous()
         result = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
         self.traffic.add("all_gather", result.nbytes)
-        work = dist.all_gather_into_tensor(result, part, group=self.group, async_op=True)
+        work = dist.all_gather_single(result, part, group=self.group, async_op=True)
         return _Collective(work, result, dim, keep=part)
 
     @override
@@ -91,7 +113,7 @@ class CollectiveAxis(TensorAxis):
         whole = x.detach().movedim(dim, 0).contiguous()
         self.traffic.add("reduce_scatter", whole.nbytes)
         result = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
-        work = dist.reduce_scatter_tensor(result, whole, group=self.group, async_op=True)
+        work = dist.reduce_scatter_single(result, whole, group=self.group, async_op=True)
         return _Collective(work, result, dim, keep=whole)
 
 
@@ -106,6 +128,17 @@ class _Collective(Arriving):
         return self._result.movedim(0, self._dim).contiguous() if self._dim else self._result
 
 
-def open_axis(group: dist.ProcessGroup) -> TensorAxis:
-    """The fastest way the ranks of a group can reach each other; all of them call it."""
+def open_axis(group: dist.ProcessGroup, device: torch.device = _CPU, *, shared_memory: bool = True) -> TensorAxis:
+    """The fastest way the ranks of a group can reach each other; all of them call it.
+
+    Args:
+        group: The ranks.
+        device: Where their tensors are.
+        shared_memory: CPU ranks of one host read straight from each other's memory.
+    """
+    if device.type == "cpu" and shared_memory and group.size() > 1:
+        from lightning_5d.tensor_parallel.host_axis import HostAxis
+
+        if (axis := HostAxis.connect(group)) is not None:
+            return axis
     return CollectiveAxis(group)

@@ -17,7 +17,7 @@ class Region:
     """Modules between a replicated (or sequence-sharded) input and output that compute on their rank's heads or features.
 
     Attributes:
-        name: The lowest module that holds all of its column and row layers.
+        name: The lowest module that holds all of its column and row layers; or, entered at its door, that holds the column layers.
         columns: Linear layers whose outputs are cut (``colwise``). Those with the same input share one entry.
         rows: Linear layers whose inputs are cut (``rowwise``), whose outputs are sums over ranks, and whose bias is added once,
             after that. May be modules around a linear layer (adapters), then the sum is formed at their end.
@@ -47,6 +47,24 @@ class Sequence:
 
 
 @dataclass(frozen=True)
+class Became:
+    """What became of a module, for reports.
+
+    Attributes:
+        kind: Its class.
+        what: In words.
+        shapes: Of each weight of its own, what one rank stores.
+    """
+
+    kind: str
+    what: str
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.what
+
+
+@dataclass(frozen=True)
 class TensorLayout:
     """What the tensor axis does to a module.
 
@@ -60,7 +78,7 @@ class TensorLayout:
         partial: Names of weights that all ranks hold whole and of whose gradient each has only a summand: those used
             inside regions, and with sequence parallelism those of norms and of biases behind a reduce-scatter.
         sequence: Where the sequence is cut; ``None`` without sequence parallelism.
-        became: For people: module name -> what became of it.
+        became: For people: module name -> what became of it; modules with weights, and those of regions.
     """
 
     regions: tuple[Region, ...] = ()
@@ -71,4 +89,4 @@ class TensorLayout:
     weights: Mapping[str, Rows] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     sequence: Sequence | None = None
-    became: Mapping[str, str] = field(default_factory=dict)
+    became: Mapping[str, Became] = field(default_factory=dict)

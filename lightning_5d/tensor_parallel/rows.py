@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,10 @@ class Rows:
     def stored(self) -> int:
         """Rows of the stored weight, over all ranks."""
         return self.whole if self.index is None else len(self.index)
+
+    def whole_shape(self, stored: Sequence[int]) -> torch.Size:
+        """The shape of the whole weight, from that of the stored one."""
+        return torch.Size(self.whole if dim == self.dim else size for dim, size in enumerate(stored))
 
     def store(self, whole: Tensor) -> Tensor:
         """The stored weight, over all ranks, of a whole one; padding is zero."""

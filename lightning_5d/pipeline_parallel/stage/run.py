@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_5d.pipeline_parallel.stage.dependence import Dependence
 from lightning_5d.pipeline_parallel.stage.layout import Place, StageLayout
 from lightning_5d.pipeline_parallel.stage.outline import Outline, TensorOutline, hollowed, outlined, tensors_of
+from lightning_5d.whole_length import marked_like
 
 
 class StageBoundary(Exception):
@@ -216,7 +217,9 @@ def lent(received: Any) -> Any:
 
 
 def _lent(leaf: Any) -> Any:
-    return _Lent.apply(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+    if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+        return leaf
+    return marked_like(_Lent.apply(leaf), leaf)  # type: ignore[no-untyped-call]
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -56,6 +56,11 @@ class AbsentModule(Absent):
             return run.block(self.place.block, args, kwargs)
         return run.other(self.place)
 
+    def received(self) -> Any:
+        """What the stage that is running has got from the one before."""
+        run = None if self.runs is None else self.runs.running
+        return None if run is None else run.received
+
     def lost(self, attribute: str, like: Tensor) -> Tensor:
         """A weight without values: a step may look at its dtype, device or shape.
 

@@ -1,0 +1,120 @@
+"""`fived plan show`: what a tensor axis would make of a configured model, without starting ranks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from lightning_5d.plan import ParallelPlan
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `fived plan` to its parser."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="a table of what becomes of each module on the tensor axis")
+    show.add_argument("--tensor", type=int, metavar="N", help="ranks of the axis (default: the configured strategy's)")
+    show.add_argument("--sequence-parallel", action="store_true", help="cut the sequence as well")
+    show.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="what `fived train` takes, as recipe=NAME, model=NAME"
+    )
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Prints the table, or what is wrong, and returns the exit status."""
+    from hydra.errors import HydraException
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        config = _composed(arguments.overrides)
+        size, sequence, given = _settings(config, arguments)
+        text, status = _shown(_model(config), given, size, sequence)
+    except (
+        ValueError,
+        TypeError,
+        ImportError,
+        MisconfigurationException,
+        HydraException,
+        OmegaConfBaseException,
+    ) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(text, file=sys.stderr if status else sys.stdout)
+    return status
+
+
+def _shown(module: nn.Module, given: ParallelPlan | None, size: int, sequence_parallel: bool) -> tuple[str, int]:
+    from lightning_5d.plan import find_plan
+    from lightning_5d.tensor_parallel.plan import layout_of
+    from lightning_5d.tensor_parallel.problems import generic
+    from lightning_5d.tensor_parallel.report import describe_layout
+
+    plan = find_plan(module, given)
+    layout, problems = layout_of(module, plan, size, sequence_parallel)
+    if problems:
+        return "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, 1)), 1
+    blocks = plan.block_names(module)
+    lists = ", ".join(dict.fromkeys(map(generic, blocks)))
+    head = [
+        f"Styles:  {plan.tensor_source}",
+        f"Blocks:  {len(blocks)} of {lists} ({plan.source})" if blocks else "Blocks:  none",
+    ]
+    return "\n".join([*head, "", describe_layout(layout, size)]), 0
+
+
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    from hydra import compose, initialize_config_dir
+
+    from lightning_5d.cli.configured import configuration_folder
+
+    with initialize_config_dir(config_dir=str(configuration_folder()), version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+def _settings(config: DictConfig, arguments: argparse.Namespace) -> tuple[int, bool, ParallelPlan | None]:
+    """Ranks, whether the sequence is cut, and the plan that the strategy is given."""
+    from lightning_5d.cli.build import build
+    from lightning_5d.plan import ParallelPlan
+    from lightning_5d.strategy import FiveD
+
+    strategy = config.strategy if isinstance(config.strategy, str) else build(config.strategy)
+    plugins: Sequence[Any] = strategy.plugins if isinstance(strategy, FiveD) else ()
+    plan = strategy.plan if isinstance(strategy, FiveD) else None
+    tensor = next((plugin for plugin in plugins if plugin.axis == "tensor"), None)
+    styles = getattr(tensor, "plan", None)
+    if styles:
+        plan = replace(plan or ParallelPlan(), tensor=styles)
+    size = arguments.tensor or getattr(tensor, "size", None)
+    if size is None:
+        raise ValueError("The configured strategy has no tensor axis; give --tensor N, the number of its ranks.")
+    if size < 1:
+        raise ValueError(f"--tensor {size} is not at least 1.")
+    return size, arguments.sequence_parallel or bool(getattr(tensor, "sequence_parallel", False)), plan
+
+
+def _model(config: DictConfig) -> nn.Module:
+    """The configured model, without memory for its weights where it can be built so."""
+    import lightning.pytorch as pl
+
+    from lightning_5d.cli.build import build
+
+    model: nn.Module
+    try:
+        with torch.device("meta"):
+            model = build(config.model)
+    except (NotImplementedError, RuntimeError):
+        # It computes with values while it is built.
+        model = build(config.model)
+    if isinstance(model, pl.LightningModule) and not any(True for _ in model.parameters()):
+        with torch.device("meta"):
+            model.configure_model()
+    return model

@@ -1,0 +1,112 @@
+"""Hugging Face models as they come, in an ordinary LightningModule with their own loss, train with cut layers as in one process."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+pytest.importorskip("transformers")
+
+from lightning_5d import FiveD, TensorParallel
+from tests.ranks.pool import RankPool
+from tests.tensor_parallel.models import hugging_face
+from tests.tensor_parallel.parity import SEPARATE, Dealt, apart, fit
+
+VOCABULARY = 61
+
+
+class Labelled(L.LightningModule):
+    """A model of the transformers library, trained with its own loss."""
+
+    def __init__(self, kind: str, **changes: Any) -> None:
+        super().__init__()
+        # With small weights attention is even, and the gradients of queries and keys are rounding alone.
+        self.model = hugging_face(kind, **{"initializer_range": 0.2, **changes})
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        output = self.model(**batch)
+        guesses = output.logits[:, :-1].argmax(-1)
+        seen = batch["labels"][:, 1:] != -100
+        self.log("loss", output.loss)
+        self.log("accuracy", (guesses == batch["labels"][:, 1:])[seen].float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2, eps=1e-4)
+
+
+class Padded(Dataset[dict[str, Tensor]]):
+    """Rows of different lengths, padded on the right, without a loss there."""
+
+    def __init__(self, count: int = 12, tokens: int = 7) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(3, VOCABULARY, (count, tokens), generator=generator)
+        self.mask = (torch.arange(tokens) < 2 + (torch.arange(count) * 5 % (tokens - 1))[:, None]).long()
+        self.ids = self.ids.masked_fill(self.mask == 0, 0)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids, mask = self.ids[index], self.mask[index]
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def deal(**options: Any) -> Dealt:
+    return Dealt(Padded(**options), 4)
+
+
+def fit_each(
+    rank: int, modules: Sequence[Callable[[], Any]], strategy: Callable[[], Any] | None, **arguments: Any
+) -> list[Any]:
+    """Several runs in one call of the pool: most of a short run's time is its start."""
+    return [fit(rank, module, deal, strategy, **arguments) for module in modules]
+
+
+ARGUMENTS: Mapping[str, Any] = {"gradient_clip_val": 0.5, "limit_val_batches": 2}
+MODELS = {
+    "Llama": partial(Labelled, "Llama"),
+    "Llama kv1": partial(Labelled, "Llama", num_key_value_heads=1),
+    "Llama tied": partial(Labelled, "Llama", tie_word_embeddings=True),
+    "Qwen3": partial(Labelled, "Qwen3"),
+    "Mistral": partial(Labelled, "Mistral"),
+    "Mixtral": partial(Labelled, "Mixtral"),
+    "Gemma2": partial(Labelled, "Gemma2"),
+    "Gemma3": partial(Labelled, "Gemma3"),
+    "Phi3": partial(Labelled, "Phi3"),
+    "Phi": partial(Labelled, "Phi"),
+    "GPTNeoX": partial(Labelled, "GPTNeoX"),
+    "Olmo2": partial(Labelled, "Olmo2"),
+    "Cohere": partial(Labelled, "Cohere"),
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Any]:
+    """What one process finds."""
+    return fit_each(0, list(MODELS.values()), None, **ARGUMENTS)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+def test_models_as_they_come_train_and_validate_as_in_one_process(
+    ranks: RankPool, alone: list[Any], sequence: bool
+) -> None:
+    strategy = partial(FiveD, TensorParallel(2, sequence_parallel=sequence))
+    call = partial(fit_each, modules=list(MODELS.values()), strategy=strategy, devices=2, **ARGUMENTS)
+    found = ranks(2, call, **SEPARATE)
+    worst = {}
+    for index, (name, expected) in enumerate(zip(MODELS, alone, strict=True)):
+        got = [each[index] for each in found]
+        apart_by = max(apart(got, expected, 1e-6).values())
+        assert got[0]["metrics"] == pytest.approx(expected["metrics"], rel=1e-5), name
+        worst[name] = apart_by
+    assert max(worst.values()) < 1e-5, worst

@@ -1,0 +1,58 @@
+"""Training with cut layers equals training in one process."""
+
+from typing import Any
+
+import pytest
+
+from lightning_5d import TensorParallel, ZeRO
+from tests.ranks.pool import RankPool
+from tests.tensor_parallel.parity import compare, decoder
+
+SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+
+
+@SEQUENCE
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (4, 4)], ids=["kv2", "kv1", "kv4"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_decoder_trains_as_in_one_process(
+    ranks: RankPool, size: int, heads: tuple[int, int], sequence: bool
+) -> None:
+    module = decoder(num_heads=heads[0], num_kv_heads=heads[1])
+    compare(ranks, module, TensorParallel(size, sequence_parallel=sequence), world=size, tokens=8)
+
+
+@SEQUENCE
+@pytest.mark.parametrize("tokens", [7, 3])
+def test_lengths_that_the_ranks_do_not_divide(ranks: RankPool, tokens: int, sequence: bool) -> None:
+    compare(ranks, decoder(), TensorParallel(4, sequence_parallel=sequence), world=4, tokens=tokens)
+
+
+@SEQUENCE
+def test_tied_embeddings(ranks: RankPool, sequence: bool) -> None:
+    compare(ranks, decoder(tie_embeddings=True), TensorParallel(2, sequence_parallel=sequence), world=2)
+
+
+@SEQUENCE
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_of_zero(ranks: RankPool, stage: int, sequence: bool) -> None:
+    tensor = TensorParallel(2, sequence_parallel=sequence)
+    compare(ranks, decoder(), tensor, ZeRO(stage=stage), world=4, accumulate_grad_batches=2)
+
+
+def test_replicas_of_shards(ranks: RankPool) -> None:
+    tensor = TensorParallel(2, sequence_parallel=True)
+    compare(ranks, decoder(), tensor, ZeRO(stage=2, replicate=2), world=8, rows=32, batch=8)
+
+
+@SEQUENCE
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activations_computed_again(ranks: RankPool, mode: str, sequence: bool) -> None:
+    tensor = TensorParallel(2, sequence_parallel=sequence)
+    compare(ranks, decoder(), tensor, world=2, strategy={"activation_checkpointing": mode})
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping(ranks: RankPool, algorithm: str) -> None:
+    tensor = TensorParallel(2, sequence_parallel=True)
+    bound: dict[str, Any] = {"gradient_clip_algorithm": algorithm, "gradient_clip_val": 0.05}
+    compare(ranks, decoder(), tensor, ZeRO(stage=2), world=4, **bound)
