@@ -31,8 +31,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two processes: ranks of a test wait for each other most of the time. Worksteal: a module's tests stay together, mostly.
 test: $(READY) lint ## lint, types and the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not alone" --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m alone
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -190,7 +190,9 @@ class InProcessLauncher(_MultiProcessingLauncher):
                     continue
                 del running[rank]
                 process.join()
-                if process.exitcode != 0 and first is None:
+                # Alone it tells nobody when it is done. With others, an end before that is a failure whatever the code.
+                done = process.exitcode == 0 and (count == 1 or board.check([f"done/{rank}"]))
+                if not done and first is None:
                     told = Failure(rank, describe_exit(process.exitcode or 0))
                     first = Failure.from_json(board.compare_set("failure", "", told.to_json()))
                     deadline = time.monotonic() + (LAST_WORDS_SECONDS if first.rank in running else GRACE_SECONDS)

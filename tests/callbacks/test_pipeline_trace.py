@@ -133,6 +133,7 @@ def _two_stages(rank: int, folder: str, schedule: str) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if "/" in name}
 
 
+@pytest.mark.alone
 def test_two_ranks_come_together_on_one_clock(ranks, tmp_path):
     logged = ranks(2, _two_stages, str(tmp_path), "1f1b", **SEPARATE)
     assert names(tmp_path / "traces") == [f"step000002.{kind}" for kind in ("chrome.json", "html", "json", "png")]

@@ -158,6 +158,7 @@ def _contest(rank: int) -> dict[str, dict[str, float]]:
     return contest(rounds=5)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives_beat_gloos_own(ranks, size):

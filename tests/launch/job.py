@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as L
@@ -16,7 +17,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_5d import FiveD, PipelineParallel, ZeRO
-from lightning_5d.launch import pulse
+from lightning_5d.launch import pulse, waiting
 
 
 def strike(how: str) -> None:
@@ -29,7 +30,7 @@ def strike(how: str) -> None:
     if how == "freeze":
         ctypes.PyDLL(None).sleep(600)  # with the interpreter lock, unlike most that take long
     if how == "nap":
-        time.sleep(30)
+        time.sleep(12)
         return
     time.sleep(600)
 
@@ -122,7 +123,7 @@ def trainer(options: argparse.Namespace) -> L.Trainer:
     )
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--where", default="")
     parser.add_argument("--rank", type=int, default=1)
@@ -136,8 +137,13 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--then", default="")
     parser.add_argument("--silence", type=float, default=pulse.SILENCE_SECONDS)
-    options = parser.parse_args()
-    pulse.SILENCE_SECONDS = options.silence
+    parser.add_argument("--patience", type=float, default=waiting.WAIT_SECONDS)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
+    pulse.SILENCE_SECONDS, waiting.WAIT_SECONDS = options.silence, options.patience
     before = dict(os.environ)
     one = trainer(options)
     module = Module(options)

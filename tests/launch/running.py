@@ -106,6 +106,20 @@ class Running:
                 continue
 
 
+def copies_of(pid: int) -> list[int]:
+    """The live processes that a process, or a copy of it, has forked, whoever their parent is now: they look like it."""
+    looks = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != pid:
+            try:
+                if [(folder / name).read_bytes() for name in ("cmdline", "environ")] == looks:
+                    found.append(int(folder.name))
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+    return found
+
+
 def _handles(folder: Path, number: signal.Signals) -> bool:
     """Whether a process has a handler of its own for a signal that would end it."""
     caught = next(line for line in (folder / "status").read_text().splitlines() if line.startswith("SigCgt:"))

@@ -13,6 +13,7 @@ from lightning_5d.pipeline_parallel.trace import StepTrace
 from tests.pipeline_parallel.timed import run_timed
 from tests.ranks.pool import RankPool
 
+pytestmark = pytest.mark.alone
 SECONDS = 0.012
 REPEATS = 2
 TRIES = 3

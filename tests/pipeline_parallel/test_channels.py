@@ -265,6 +265,7 @@ def _refused(rank: int, kind: str) -> tuple[float, str]:
     return time.monotonic() - start, said
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["shared memory", "gloo"])
 def test_a_wait_ends_with_the_time_limit(ranks: RankPool, kind: str) -> None:
     took, said = ranks(2, _refused, kind)[0]
@@ -286,6 +287,7 @@ def _not_taken(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.alone
 def test_a_message_that_nobody_takes_is_an_error_at_the_end_of_the_step(ranks: RankPool) -> None:
     assert "Rank 1 of the pipeline has not taken a message" in ranks(2, _not_taken)[0]
 

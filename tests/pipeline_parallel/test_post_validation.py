@@ -292,6 +292,7 @@ def _timed(ranks: RankPool, seconds: float) -> tuple[dict[bool, float], dict[boo
     return steps, apart
 
 
+@pytest.mark.alone
 def test_steps_have_no_bubble_between_them(ranks: RankPool) -> None:
     seconds, seen = 0.006, []
     for _ in range(3):  # another load on the machine may disturb a measurement, and not all of them

@@ -88,6 +88,7 @@ def test_times_per_stage_must_be_as_many_as_stages():
         simulate(make_schedule("zb_v", 2, 3), Durations(weight=(1, 2)))
 
 
+@pytest.mark.alone
 def test_a_large_schedule_takes_well_under_a_second():
     started = time.perf_counter()
     schedule = make_schedule("interleaved_1f1b", 16, 64, chunks=8)

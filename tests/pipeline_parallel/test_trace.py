@@ -187,6 +187,7 @@ def test_a_recorder_keeps_what_it_is_told_in_order():
     assert recorder.take() == ()
 
 
+@pytest.mark.alone
 def test_an_event_costs_less_than_2_microseconds():
     recorder = Recorder()
 

@@ -34,8 +34,8 @@ PRELOAD = (
     "lightning.pytorch.strategies",
     "tests.ranks.worker",
 )
-REQUEST_BYTES = 1 << 17
 """Imported before the first fork. None of them starts a thread, which a fork would lose (see `main`)."""
+REQUEST_BYTES = 1 << 17
 
 
 def main(request_fd: int, parent: int) -> int:

@@ -120,6 +120,7 @@ def test_every_call_is_a_world_of_its_own_size(ranks: RankPool, world_size: int)
     assert ranks(world_size, add_over_ranks, 2.0) == [total] * world_size
 
 
+@pytest.mark.alone
 def test_warm_calls_reuse_processes_and_cost_little(ranks: RankPool) -> None:
     before = ranks(4, pid)
     start = time.monotonic()

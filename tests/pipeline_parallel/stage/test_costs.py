@@ -80,6 +80,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.alone
 def test_measured_costs_are_those_of_both_directions_and_leave_no_trace() -> None:
     module = Lit(Net()).eval()
     for parameter in module.parameters():
