@@ -147,6 +147,7 @@ class _Watch(TorchFunctionMode):
         sequence = layout.sequence
         self._cut = frozenset() if sequence is None else frozenset([*sequence.blocks, sequence.whole])
         self._length: int | None = None  # of the sequence, between the cut and the whole
+        self._batch = 0
         self._between = self._warned = False
         self._heads: dict[str, list[Heads]] = {}
         self._inputs: dict[str, Any] = {}
@@ -232,7 +233,7 @@ class _Watch(TorchFunctionMode):
         inside = not self._cut.isdisjoint(running.names)
         if not inside and not self._between:
             return
-        if mixes_positions(func, args, kwargs, length):
+        if mixes_positions(func, args, kwargs, length, self._batch):
             line = calling_line()
             if line is not None:
                 raise MisconfigurationException(
@@ -257,6 +258,7 @@ class _Watch(TorchFunctionMode):
             self._between = False
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim >= 3]
             self._length = tensors[0].shape[1] if tensors else None
+            self._batch = tensors[0].shape[0] if tensors else 0
         if name in self._whole and self._whole[name].key not in self._checked:
             self._heads[name] = []
             self._inputs[name] = outlined(args, kwargs)

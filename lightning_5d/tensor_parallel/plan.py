@@ -259,6 +259,9 @@ class _Draft:
             self._cut(rows, f"{name}.weight")
             self.words[name] = f"vocabulary, {self._share(rows)}"
         for layer in self.survey.heads.values():
+            if layer.name != layer.base or layer.ins or layer.outs:
+                self.problems.append(say.adapted_head(layer.name))
+                continue
             rows = padded(layer.linear.out_features, self.size)
             self._cut_outputs(layer, rows, f"head, {self._share(rows)}; logits stay cut")
 

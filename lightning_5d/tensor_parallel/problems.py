@@ -101,6 +101,16 @@ def alone(names: Iterable[str], style: str) -> Problem:
     )
 
 
+def adapted_head(name: str) -> Problem:
+    """A module around the output head."""
+    return Problem(
+        f"{generic(name)} is a module around the linear layer that makes the logits (an adapter).",
+        "Take the adapter off it, or write {"
+        + repr(name)
+        + ": 'replicate'} into the plan (and the same for the embedding).",
+    )
+
+
 def not_of_heads(name: str, width: int, heads: str) -> Problem:
     """A projection whose width does not come from the heads."""
     return Problem(

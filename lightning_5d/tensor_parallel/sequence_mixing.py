@@ -87,7 +87,9 @@ DIMENSION = {
 }
 
 
-def mixes_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], length: int) -> bool:
+def mixes_positions(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], length: int, batch: int
+) -> bool:
     """Whether an operation makes something of several positions.
 
     Args:
@@ -95,6 +97,7 @@ def mixes_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         args: Its positional arguments, the tensor first.
         kwargs: Its keyword arguments.
         length: Positions that this rank has. Tensors (B, length, …) have them along dimension 1.
+        batch: Sequences in the batch.
     """
     x = args[0] if args else kwargs.get("input", kwargs.get("query"))
     if not isinstance(x, Tensor) or x.ndim < 3:
@@ -104,8 +107,8 @@ def mixes_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         return x.shape[-2] == length
     if name in ("conv1d", "avg_pool1d", "max_pool1d", "adaptive_avg_pool1d"):
         return x.shape[2] == length and not (name == "conv1d" and args[1].shape[2] == 1)
-    if x.shape[1] != length:
-        return False
+    if x.shape[1] != length or (length > 1 and x.shape[0] == batch * length):
+        return False  # the second has one row for each token: a router's choices, say
     if name == "__getitem__":
         return _picks(args[1], length)
     if name == "pad":

@@ -152,7 +152,7 @@ def _complete_vocabulary(
             or _inside(name, blocks)
         ):
             continue
-        if any(name.startswith(f"{layer.name}.") for layer in result.heads.values()):
+        if any(name.startswith(f"{outer}.") for outer in [*result.heads, *words]):
             continue
         shape = (child.weight.shape[0], child.weight.shape[1]) if child.weight.ndim == 2 else (0, 0)
         if id(child.weight) not in weights and shape not in sizes:

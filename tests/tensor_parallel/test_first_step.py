@@ -23,7 +23,7 @@ from lightning_5d.tensor_parallel.axis import CollectiveAxis
 from lightning_5d.tensor_parallel.first_step import FirstStep
 from lightning_5d.tensor_parallel.layout import Region, Sequence, TensorLayout
 from lightning_5d.tensor_parallel.rows import Rows, even
-from lightning_5d.tensor_parallel.sequence_mixing import mixing_problems
+from lightning_5d.tensor_parallel.sequence_mixing import mixes_positions, mixing_problems
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.parity import SIZES, Dealt
 from tests.tensor_parallel.parity import Rows as TokenRows
@@ -471,3 +471,11 @@ def test_in_a_trainer_all_ranks_end_with_the_error(
 ) -> None:
     for message in ranks(2, _fitted, what, sequence, checkpointing, backend=None, timeout=60.0):
         assert words in message
+
+
+def test_a_row_for_each_token_is_no_sequence() -> None:
+    choices = torch.zeros(
+        3 * 2, 2, 5
+    )  # of a router: tokens x experts chosen x features, where a rank has 2 tokens of each of 3 rows
+    assert not mixes_positions(torch.Tensor.sum, (choices,), {"dim": 1}, length=2, batch=3)
+    assert mixes_positions(torch.Tensor.sum, (torch.zeros(3, 2, 5),), {"dim": 1}, length=2, batch=3)

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 from torch import nn
@@ -6,7 +7,7 @@ from torch.nn.utils import parametrizations
 
 from lightning_5d import ParallelPlan
 from lightning_5d.models import Decoder, DecoderConfig
-from lightning_5d.plan import find_plan
+from lightning_5d.plan import find_plan, find_styles
 from lightning_5d.tensor_parallel.layout import TensorLayout
 from lightning_5d.tensor_parallel.plan import layout_of
 from tests.tensor_parallel.models import ENCODER_PLAN, Attention, Encoder, GatedMLP, Holder, LoRA, hugging_face
@@ -235,6 +236,17 @@ def test_an_adapters_bias_behind_a_row_layer_would_be_added_by_every_rank():
     assert "blocks.*.mlp.down.lora_B.default.bias acts on outputs that are still summands" in only(
         problems(module, 2, ENCODER_PLAN)
     )
+
+
+def test_an_adapter_around_the_head_is_refused_until_the_plan_leaves_it_whole():
+    module = Holder(hugging_face("Llama"))
+    module.net.lm_head = LoRA(module.net.lm_head)
+    plan = find_plan(module)
+    _, found = layout_of(module, plan, 2, True)
+    assert "net.lm_head is a module around the linear layer that makes the logits" in only([str(p) for p in found])
+    own = {**find_styles(module), "net.lm_head": "replicate", "net.model.embed_tokens": "replicate"}
+    layout, found = layout_of(module, replace(plan, tensor=own), 2, True)
+    assert (found, layout.heads, layout.embeddings) == ([], (), ())
 
 
 def test_a_module_of_layers_is_no_adapter():
