@@ -163,11 +163,10 @@ def start(
     }
     out, err = folder / f"{tag}.out", folder / f"{tag}.err"
     command = [*(launcher or ()), str(HERE / script), *arguments]
-    started = time.monotonic()
     if launcher is None:
-        return Running(
-            start_warm(*command, folder=folder, environment=environment, out=out, err=err), tag, out, err, started
-        )
+        warm = start_warm(*command, folder=folder, environment=environment, out=out, err=err)
+        # From here: the first of a session has waited for the imports that all share.
+        return Running(warm, tag, out, err, time.monotonic())
     # A shell that runs tests in the background has them ignore SIGINT, which jobs would inherit.
     interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with out.open("a") as out_file, err.open("a") as err_file:
@@ -181,7 +180,7 @@ def start(
             start_new_session=True,
             preexec_fn=interruptible,
         )
-    return Running(process, tag, out, err, started)
+    return Running(process, tag, out, err, time.monotonic())
 
 
 def run(folder: Path, *arguments: str, seconds: float = 50.0, **options: Any) -> Finished:

@@ -41,7 +41,7 @@ def test_an_exception_ends_the_job_and_is_shown_once(tmp_path: Path, where: str,
     assert job.err.count("strike(self.options.how)") == 1
     assert f"rank {rank} of 2 failed first" in job.err
     assert "Connection closed" not in job.err
-    assert job.job.left_after(1) == []
+    assert job.job.left_after(3) == []
 
 
 @pytest.mark.parametrize(

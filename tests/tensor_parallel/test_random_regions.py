@@ -312,6 +312,7 @@ def test_compiled_blocks_draw_as_others_and_break_only_where_something_is_random
     assert graphs[2:] == [1, 1]
 
 
+@pytest.mark.alone
 def test_a_region_costs_less_than_30_microseconds() -> None:
     x, model = torch.ones(1, 1, WIDTH), MLP().eval()
 
