@@ -33,7 +33,7 @@ def test_an_unknown_command_is_refused_with_those_there_are(fived):
 def test_train_help_lists_groups_and_choices(fived):
     status, output = fived("train", "--help")
     assert status == 0
-    assert "strategy: ddp, hybrid, pipeline, single, zero0, zero1, zero2, zero3" in output
+    assert "strategy: ddp, hybrid, pipeline, single, tensor, zero0, zero1, zero2, zero3" in output
     assert "recipe: pipeline_demo, python_docs_zero1" in output
     assert "data=text data.path=FILE_OR_FOLDER" in output
 
