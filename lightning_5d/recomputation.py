@@ -7,7 +7,6 @@ a second run must neither see changed nor change again, is in `Surroundings`.
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lightning_5d.replaced_forward import ReplacedForward
 
 Context = Callable[[], AbstractContextManager[None]]
 Rerun = Callable[[], AbstractContextManager[tuple[Callable[[], Any], list[Tensor]]]]
@@ -45,8 +46,8 @@ KEEP_INPUTS = None
 KEEP_ALL = object()
 
 
-class CheckpointedForward:
-    """Takes the place of a module's ``forward``, on that one object: class, names and hooks of the module stay.
+class CheckpointedForward(ReplacedForward):
+    """Runs a module so that its activations are computed again in backward.
 
     Hooks of the module run outside of it, once; FSDP2 so gathers a block's parameters once in backward, before the block
     runs again. Without gradients it only calls the original.
@@ -58,8 +59,8 @@ class CheckpointedForward:
     """
 
     def __init__(self, module: nn.Module, keeping: Keeping, step_context: Context) -> None:
-        self.module, self.keeping, self.step_context = module, keeping, step_context
-        self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
+        super().__init__(module)
+        self.keeping, self.step_context = keeping, step_context
         self.written = Written(module)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,18 +69,6 @@ class CheckpointedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, step_context=nullcontext, written=Written(state["module"]))
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The original's, for those who look at what a forward takes."""
-        return inspect.signature(self.original)
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that this one stands for."""
-        # Looked up late: FSDP2 gives the module another class after this object was made.
-        found: Callable[..., Any] = self.previous or type(self.module).forward.__get__(self.module)
-        return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module, to be run again when a backward needs it."""

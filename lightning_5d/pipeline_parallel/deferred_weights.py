@@ -8,7 +8,6 @@ Norms, embeddings and whatever else has weights keep their ordinary backward, in
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_5d.pipeline_parallel.weight_products import Product, product_of
+from lightning_5d.replaced_forward import ReplacedForward
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -122,31 +122,20 @@ class DeferredWeights:
         self._forwards.clear()
 
 
-class DeferringForward:
-    """Takes the place of a layer's ``forward``, on that one object: class, names and hooks of the layer stay."""
+class DeferringForward(ReplacedForward):
+    """Runs a linear layer whose weight's gradient may be left for later."""
 
     def __init__(self, module: nn.Module, product: Product, deferred: DeferredWeights) -> None:
-        self.module, self.product = module, product
+        super().__init__(module)
+        self.product = product
         self.deferred: DeferredWeights | None = deferred
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the layer belongs to no schedule.
-        return {"module": self.module, "product": self.product}
+        return {"module": self.module, "previous": self.previous, "product": self.product}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, deferred=None)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The original's, for those who look at what a forward takes."""
-        return inspect.signature(self.original)
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that this one stands for."""
-        # Looked up late: FSDP2 gives the module another class after this object was made.
-        found: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer."""

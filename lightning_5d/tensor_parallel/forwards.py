@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -13,13 +12,14 @@ from torch import Tensor, nn
 
 from lightning_5d.pipeline_parallel.deferred_weights import DeferringForward, is_plain
 from lightning_5d.pipeline_parallel.weight_products import LinearProduct, TransposedProduct, product_of
+from lightning_5d.replaced_forward import ReplacedForward
 from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.regions import Linear
 from lightning_5d.tensor_parallel.sequence import SequenceCut
 
 
-class Forward:
-    """Takes the place of ``forward`` on one object, as activation checkpointing does.
+class Forward(ReplacedForward):
+    """Runs a module on the tensor axis.
 
     A copy of the module belongs to the same axis. A pickle does not: it can be looked at, and not be run.
 
@@ -30,9 +30,9 @@ class Forward:
     """
 
     def __init__(self, module: nn.Module, axis: TensorAxis, sequence: SequenceCut | None) -> None:
-        self.module, self.sequence = module, sequence
+        super().__init__(module)
+        self.sequence = sequence
         self._axis: TensorAxis | None = axis
-        self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
         module.__dict__["forward"] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -49,18 +49,6 @@ class Forward:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module, "previous": self.previous, "sequence": None, "_axis": None}
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The original's, for those who look at what a forward takes."""
-        return inspect.signature(self.original)
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that this one stands for."""
-        # Looked up late: FSDP2 gives the module another class after this object was made.
-        found: Callable[..., Any] = self.previous or type(self.module).forward.__get__(self.module)
-        return found
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Calls it."""

@@ -31,16 +31,19 @@ class Record(L.Callback):
         else:
             grads = [p.grad for p in module.parameters() if p.grad is not None]
             self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
-        self.gradients.append(
-            {
-                name: _whole(p.grad)
-                for name, p in module.named_parameters(remove_duplicate=False)
-                if p.grad is not None and p.numel()
-            }
-        )
+        named = self.named(module)
+        self.gradients.append(self.kept(trainer, {n: p.grad for n, p in named.items() if p.grad is not None}))
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.parameters = {name: _whole(p) for name, p in module.named_parameters(remove_duplicate=False) if p.numel()}
+        self.parameters = self.kept(trainer, dict(self.named(module)))
+
+    def named(self, module: L.LightningModule) -> dict[str, Tensor]:
+        """The parameters, a tied one under each of its names."""
+        return {name: p for name, p in module.named_parameters(remove_duplicate=False) if p.numel()}
+
+    def kept(self, trainer: L.Trainer, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of what this rank has, whole over the data ranks."""
+        return {name: _whole(value) for name, value in values.items()}
 
     def __call__(self) -> dict[str, Any]:
         return {"losses": self.losses, "norms": self.norms, "gradients": self.gradients, "parameters": self.parameters}

@@ -8,6 +8,7 @@ import torch
 
 from lightning_5d import FiveD, PipelineParallel, ZeRO
 from lightning_5d.verify import verify
+from tests.checkpoint.same import assert_same
 from tests.modules import TinyLM
 from tests.pipeline_parallel.recorded import rows
 from tests.ranks.pool import RankPool
@@ -59,16 +60,6 @@ def _saved(
     return torch.load(path, weights_only=True)
 
 
-def _same(found: Any, expected: Any) -> None:
-    assert list(found["state_dict"]) == list(expected["state_dict"])
-    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=1e-5, atol=1e-6)
-    (mine,), (theirs,) = found["optimizer_states"], expected["optimizer_states"]
-    assert mine["param_groups"] == theirs["param_groups"]
-    assert sorted(mine["state"]) == sorted(theirs["state"])
-    for number, entries in theirs["state"].items():
-        torch.testing.assert_close(mine["state"][number], entries, rtol=1e-5, atol=1e-6)
-
-
 @pytest.fixture(scope="module")
 def one(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     """One process: its checkpoint after one epoch, read, and that after a second."""
@@ -92,11 +83,11 @@ def test_a_tied_model_is_saved_and_resumed_as_in_one_process(
     ranks: RankPool, tmp_path: Path, one: tuple[Path, Any, Any], layout: dict[str, Any]
 ) -> None:
     path, first, second = one
-    _same(_saved(ranks, tmp_path / "first.ckpt", layout), first)
-    _same(_saved(ranks, tmp_path / "second.ckpt", layout, 2, path), second)
-    _same(_saved(ranks, tmp_path / "same.ckpt", layout, 2, tmp_path / "first.ckpt"), second)
+    assert_same(_saved(ranks, tmp_path / "first.ckpt", layout), first)
+    assert_same(_saved(ranks, tmp_path / "second.ckpt", layout, 2, path), second)
+    assert_same(_saved(ranks, tmp_path / "same.ckpt", layout, 2, tmp_path / "first.ckpt"), second)
     other = None if layout["size"] == 4 else {"data_ranks": 2, "stage": 2}
-    _same(_saved(ranks, tmp_path / "other.ckpt", other, 2, tmp_path / "first.ckpt"), second)
+    assert_same(_saved(ranks, tmp_path / "other.ckpt", other, 2, tmp_path / "first.ckpt"), second)
 
 
 def _verified(rank: int, devices: int, stage: int, pipeline: PipelineParallel) -> Any:

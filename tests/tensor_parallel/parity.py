@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_5d import FiveD
 from lightning_5d.models import DecoderConfig, LanguageModel
+from tests.pipeline_parallel.recorded import Record
 from tests.ranks.pool import RankPool
 from tests.trainers import quiet
 
@@ -58,31 +59,14 @@ class Dealt(L.LightningDataModule):
     val_dataloader = train_dataloader
 
 
-class Record(L.Callback):
-    """Keeps losses, norms and whole gradients of every optimizer step, and the parameters of the end."""
+class WholeRecord(Record):
+    """Keeps gradients and parameters whole, on rank 0, each weight once."""
 
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.gradients: list[dict[str, Tensor]] = []
-        self.parameters: dict[str, Tensor] = {}
+    def named(self, module: L.LightningModule) -> dict[str, Tensor]:
+        return {name: p for name, p in module.named_parameters() if p.numel()}
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
-        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None and p.numel()}
-        if isinstance(trainer.strategy, FiveD):
-            self.norms.append(float(trainer.strategy.gradient_norm()))
-        else:
-            self.norms.append(float(torch.nn.utils.get_total_norm(list(gradients.values()))))
-        self.gradients.append(whole(trainer, gradients))
-
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.parameters = whole(trainer, {name: p for name, p in module.named_parameters() if p.numel()})
-
-    def __call__(self) -> dict[str, Any]:
-        return {"losses": self.losses, "norms": self.norms, "gradients": self.gradients, "parameters": self.parameters}
+    def kept(self, trainer: L.Trainer, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return whole(trainer, values)
 
 
 def whole(trainer: L.Trainer, values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -93,7 +77,7 @@ def whole(trainer: L.Trainer, values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def fit(rank: int, module: Callable[[], Any], data: Callable[[], Any], strategy: Any, **arguments: Any) -> Any:
     """Trains, inside a rank of a pool, or alone without a strategy."""
-    record = Record()
+    record = WholeRecord()
     chosen = {"devices": 1} if strategy is None else {"strategy": strategy()}
     trainer = quiet(callbacks=[record], use_distributed_sampler=False, **{**chosen, **arguments})
     trainer.fit(module(), datamodule=data())
@@ -143,10 +127,11 @@ def _deal(rows: int, batch: int, tokens: int, vocabulary: int) -> Dealt:
 def apart(found: list[dict[str, Any]], expected: dict[str, Any], floor: float) -> dict[str, float]:
     """Largest differences relative to the largest magnitude of the expected tensor, or to `floor` if that is larger."""
     mine = found[0]
-    losses = torch.tensor([each["losses"] for each in found]).mean(0)
+    wide = partial(torch.tensor, dtype=torch.float64)
+    losses = wide([each["losses"] for each in found]).mean(0)
     differences = {
-        "losses": _relative(losses, torch.tensor(expected["losses"]), 0.0),
-        "norms": max(_relative(torch.tensor(r["norms"]), torch.tensor(expected["norms"]), 0.0) for r in found),
+        "losses": _relative(losses, wide(expected["losses"]), 0.0),
+        "norms": max(_relative(wide(r["norms"]), wide(expected["norms"]), 0.0) for r in found),
         "gradients": 0.0,
         "parameters": _worst(mine["parameters"], expected["parameters"], floor),
     }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_5d import FiveD, PipelineParallel, ZeRO
+from tests.checkpoint.same import assert_same
 from tests.modules import VOCABULARY
 from tests.pipeline_parallel.recorded import rows
 from tests.ranks.failure import RankError
@@ -53,16 +54,6 @@ def _saved(
     return torch.load(path, weights_only=True)
 
 
-def _same(found: Any, expected: Any) -> None:
-    assert list(found["state_dict"]) == list(expected["state_dict"])
-    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=1e-5, atol=1e-6)
-    (mine,), (theirs,) = found["optimizer_states"], expected["optimizer_states"]
-    assert mine["param_groups"] == theirs["param_groups"]
-    assert sorted(mine["state"]) == sorted(theirs["state"])
-    for number, entries in theirs["state"].items():
-        torch.testing.assert_close(mine["state"][number], entries, rtol=1e-5, atol=1e-6)
-
-
 @pytest.fixture(scope="module")
 def one(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     """One process: its checkpoint after one epoch, read, and that after a second."""
@@ -85,17 +76,17 @@ def test_a_checkpoint_goes_from_any_layout_to_any(
 ) -> None:
     path, first, second = one
     writer, reader = LAYOUTS[name]
-    _same(_saved(ranks, tmp_path / "first.ckpt", writer), first)
-    _same(_saved(ranks, tmp_path / "second.ckpt", reader, 2, tmp_path / "first.ckpt"), second)
+    assert_same(_saved(ranks, tmp_path / "first.ckpt", writer), first)
+    assert_same(_saved(ranks, tmp_path / "second.ckpt", reader, 2, tmp_path / "first.ckpt"), second)
     if reader != ONE:
-        _same(_saved(ranks, tmp_path / "from-one.ckpt", reader, 2, path), second)
+        assert_same(_saved(ranks, tmp_path / "from-one.ckpt", reader, 2, path), second)
 
 
 def test_frozen_weights_are_saved_and_need_no_optimizer_state(ranks: RankPool, tmp_path: Path) -> None:
     frozen = ("embed", "q.", "v.", "norm")
     alone = _saved(ranks, tmp_path / "one.ckpt", ONE, frozen=frozen)
     found = _saved(ranks, tmp_path / "four.ckpt", (1, 1, 4, 0), frozen=frozen)
-    _same(found, alone)
+    assert_same(found, alone)
     again = _saved(ranks, tmp_path / "again.ckpt", (2, 1, 2, 1), 2, tmp_path / "four.ckpt", frozen)
     for name, value in alone["state_dict"].items():
         if any(part in name for part in frozen) or name == "head.weight":

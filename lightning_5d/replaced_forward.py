@@ -1,0 +1,37 @@
+"""What takes the place of a module's ``forward`` on that one object: class, names and hooks of the module stay."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class ReplacedForward:
+    """The base of those who do.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        module: The module.
+        previous: What another one has put into the same place before; ``None`` if the module's class has the original.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The original's, for those who look at what a forward takes."""
+        return inspect.signature(self.original)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward that this one stands for."""
+        # Looked up late: FSDP2 gives the module another class after this object was made.
+        found: Callable[..., Any] = self.previous or type(self.module).forward.__get__(self.module)
+        return found
