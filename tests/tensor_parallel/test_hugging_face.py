@@ -96,13 +96,13 @@ def alone() -> list[Any]:
     return fit_each(0, list(MODELS.values()), None, **ARGUMENTS)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize(("size", "sequence"), [(2, False), (2, True), (4, True)], ids=["tp2", "tp2+sp", "tp4+sp"])
 def test_models_as_they_come_train_and_validate_as_in_one_process(
-    ranks: RankPool, alone: list[Any], sequence: bool
+    ranks: RankPool, alone: list[Any], size: int, sequence: bool
 ) -> None:
-    strategy = partial(FiveD, TensorParallel(2, sequence_parallel=sequence))
-    call = partial(fit_each, modules=list(MODELS.values()), strategy=strategy, devices=2, **ARGUMENTS)
-    found = ranks(2, call, **SEPARATE)
+    strategy = partial(FiveD, TensorParallel(size, sequence_parallel=sequence))
+    call = partial(fit_each, modules=list(MODELS.values()), strategy=strategy, devices=size, **ARGUMENTS)
+    found = ranks(size, call, **SEPARATE)
     worst = {}
     for index, (name, expected) in enumerate(zip(MODELS, alone, strict=True)):
         got = [each[index] for each in found]
