@@ -151,6 +151,7 @@ class WholeRegion:
             hollow.get_submodule(name[len(self._prefix) :]): names is self._region.columns
             for names in (self._region.columns, self._region.rows)
             for name in names
+            if name.startswith(self._prefix)  # a row layer may be beside the module, as in BERT's attention
         }
         return Trace(layers, self._partial, doors=self._region.door == "module" and not self._along)
 

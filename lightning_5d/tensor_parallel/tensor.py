@@ -65,6 +65,9 @@ class TensorParallel(Parallelism):
         ):
             what = f"TensorParallel(plan={self.plan!r}) is no mapping of patterns, which are text, to styles."
             problems.append(Problem(what, "Write {'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}."))
+        if self.plan is not None and context.plan is not None and context.plan.tensor:
+            what = "The styles of the tensor axis are given twice, by FiveD(plan=ParallelPlan(tensor=...)) and by TensorParallel(plan=...)."
+            problems.append(Problem(what, "Keep one of them."))
         if problems or context.module is None or self.size == 1:
             return problems
         from lightning_5d.plan import find_plan
@@ -92,7 +95,7 @@ class TensorParallel(Parallelism):
         from lightning_5d.tensor_parallel.sequence_mixing import mixing_problems
 
         if self.plan is not None:
-            plan = dataclasses.replace(plan, tensor=self.plan)
+            plan = dataclasses.replace(plan, tensor=self.plan, tensor_source="TensorParallel(plan=...)")
         layout, problems = layout_of(module, plan, self.size, self.sequence_parallel)
         return layout, [*problems, *mixing_problems(module, layout)]
 

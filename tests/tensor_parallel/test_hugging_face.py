@@ -1,6 +1,7 @@
 """Hugging Face models as they come, in an ordinary LightningModule with their own loss, train with cut layers as in one process."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.utils.data import Dataset
 pytest.importorskip("transformers")
 
 from lightning_5d import FiveD, TensorParallel
+from tests.pipeline_parallel import zoo
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.models import hugging_face
-from tests.tensor_parallel.parity import SEPARATE, Dealt, apart, fit
+from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, apart, compare, decoder, fit
+from tests.trainers import quiet
 
 VOCABULARY = 61
 
@@ -110,3 +113,52 @@ def test_models_as_they_come_train_and_validate_as_in_one_process(
         assert got[0]["metrics"] == pytest.approx(expected["metrics"], rel=1e-5), name
         worst[name] = apart_by
     assert max(worst.values()) < 1e-5, worst
+
+
+def _encoder(layers: str, columns: str, row: str, first: str, second: str) -> dict[str, str]:
+    return {
+        **{f"{layers}.{columns.format(name)}": "colwise" for name in ("q", "k", "v")},
+        f"{layers}.{row}": "rowwise",
+        f"{layers}.{first}": "colwise",
+        f"{layers}.{second}": "rowwise",
+    }
+
+
+_BERT = "model.bert.encoder.layer.*"
+# Patch embeddings, of which the plan says nothing, stay whole; the row layer of BERT's attention is beside its column layers' module.
+ENCODERS = {
+    "ViT": _encoder("model.vit.layers.*", "attention.{}_proj", "attention.o_proj", "mlp.fc1", "mlp.fc2"),
+    "BERT": {
+        **{f"{_BERT}.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
+        f"{_BERT}.attention.output.dense": "rowwise",
+        f"{_BERT}.intermediate.dense": "colwise",
+        f"{_BERT}.output.dense": "rowwise",
+    },
+}
+
+
+def _rows_of(name: str) -> Dealt:
+    return Dealt(zoo.deal(zoo.MODELS[name][1]).dataset, 8)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_train_by_a_plan_of_ones_own(ranks: RankPool, name: str, sequence: bool) -> None:
+    tensor = TensorParallel(2, sequence_parallel=sequence, plan=ENCODERS[name])
+    # Attention does not change when the same is added to all keys: the gradients of their biases are rounding alone.
+    compare(ranks, zoo.MODELS[name][0], tensor, world=2, data=partial(_rows_of, name), floor=1e-3)
+
+
+def _continued(rank: int, strategy: Callable[[], FiveD] | None) -> list[list[int]]:
+    made = None if strategy is None else strategy()
+    chosen: dict[str, Any] = {"devices": 1} if made is None else {"devices": 2, "strategy": made}
+    module = decoder()()
+    quiet(max_steps=2, use_distributed_sampler=False, **chosen).fit(module, datamodule=Dealt(Rows(16, 6), 4))
+    with nullcontext() if made is None else made.unsharded():
+        found: list[list[int]] = module.decoder.generate(torch.tensor([[1, 2, 3]]), 8, temperature=0).tolist()
+    return found
+
+
+def test_a_trained_model_generates_what_that_of_one_process_does(ranks: RankPool) -> None:
+    strategy = partial(FiveD, TensorParallel(2, sequence_parallel=True))
+    assert ranks(2, partial(_continued, strategy=strategy), **SEPARATE) == [_continued(0, None)] * 2
