@@ -123,6 +123,29 @@ def engine(stage: int) -> Callable[[Size], Step]:
     return make
 
 
+def fit_and_tick(module: Any, strategy: Any, batches: list[tuple[Tensor, Tensor]], tick: Callable[[], None]) -> None:
+    """Fits a LightningModule to batches, and calls `tick` after every step."""
+    import lightning as L
+
+    class Tick(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            tick()
+
+    warnings.simplefilter("ignore")
+    L.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        max_steps=len(batches),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[Tick()],
+    ).fit(module, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+
+
 def trainer(strategy: Callable[[], Any]) -> Callable[[Size], Any]:
     """A Lightning Trainer; instead of a step it returns a function that fits and calls ``tick`` after every step."""
 
@@ -142,23 +165,7 @@ def trainer(strategy: Callable[[], Any]) -> Callable[[Size], Any]:
                 def configure_optimizers(self) -> torch.optim.Optimizer:
                     return _adamw(self)
 
-            class Tick(L.Callback):
-                def on_train_batch_end(self, *_: Any) -> None:
-                    tick()
-
-            warnings.simplefilter("ignore")
-            L.Trainer(
-                accelerator="cpu",
-                devices=dist.get_world_size(),
-                strategy=strategy(),
-                max_steps=len(batches),
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                use_distributed_sampler=False,
-                callbacks=[Tick()],
-            ).fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))
+            fit_and_tick(Module(), strategy(), batches, tick)
 
         return fit
 

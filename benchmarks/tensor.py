@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor, nn
 
-from benchmarks.contestants import ceiling, trainer
+from benchmarks.contestants import ceiling, fit_and_tick, trainer
 from benchmarks.decoder import SIZES, Decoder, Size
 from benchmarks.ranks import RANKS, answers_of, timed
 
@@ -140,22 +140,8 @@ def lightning_model_parallel(size: Size) -> Any:
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-        class Tick(L.Callback):
-            def on_train_batch_end(self, *_: Any) -> None:
-                tick()
-
-        L.Trainer(
-            accelerator="cpu",
-            devices=RANKS,
-            strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=RANKS),
-            max_steps=len(batches),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            callbacks=[Tick()],
-        ).fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=RANKS)
+        fit_and_tick(Module(), strategy, batches, tick)
 
     return fit
 
