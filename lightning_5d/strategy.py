@@ -348,8 +348,10 @@ class FiveD(ParallelSteps):
         for applied in self.parallelized:
             applied.close()
         restore(module)  # what another Trainer's strategy may have left
-        # Elsewhere what Lightning finds is the whole module.
-        self._summaries = WholeSummaries(module, _callbacks(module.trainer)) if self.mesh.size("pp", "tp") > 1 else None
+        # Where ranks share a batch, each may hold a part of the module; elsewhere what Lightning finds is the whole one.
+        self._summaries = (
+            WholeSummaries(module, _callbacks(module.trainer)) if self.mesh.replica_group is not None else None
+        )
         precision.cast_activations(module, [module.get_submodule(name) for name in plan.block_names(module)])
         plugins = [plugin.surveyed(module, plan) for plugin in self.plugins]
         self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in plugins]
