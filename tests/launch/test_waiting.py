@@ -37,19 +37,20 @@ def computing(lock: threading.Lock) -> None:
 @contextmanager
 def threads(*functions: Any) -> Iterator[list[int]]:
     """Threads that stand in for ranks' main threads, each inside of its function."""
-    lock = threading.Lock()
-    lock.acquire()
-    started = [threading.Thread(target=function, args=(lock,), daemon=True) for function in functions]
-    for thread in started:
-        thread.start()
+    # One lock each: of two threads that wait for one, the other may get it.
+    locks = [threading.Lock() for _ in functions]
+    started = []
+    for function, lock in zip(functions, locks, strict=True):
+        lock.acquire()
+        started.append(threading.Thread(target=function, args=(lock,), daemon=True))
+        started[-1].start()
     time.sleep(0.1)
     try:
         yield [thread.ident or 0 for thread in started]
     finally:
-        for thread in started:
+        for thread, lock in zip(started, locks, strict=True):
             lock.release()
             thread.join()
-            lock.acquire(blocking=False)
 
 
 def _failures(places: list[Any], seconds: float, progress: tuple[str, ...] = ("", "")) -> list[Any]:
