@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_5d.tensor_parallel.vocabulary.made_whole import tell
+from lightning_5d.shown.made_whole import tell
 from lightning_5d.tensor_parallel.vocabulary.normalization import combined, finite, wide
 from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
 
