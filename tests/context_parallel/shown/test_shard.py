@@ -60,7 +60,7 @@ def test_a_shard_looks_like_the_whole(ranks: RankPool) -> None:
 
 def outputs(rank: int) -> None:
     whole = numbers(B, S, V)
-    local, shown, _ = shown_of(whole, graph=True)
+    _, shown, _ = shown_of(whole, graph=True)
     given = {"loss": shown.sum(), "logits": shown, "more": [shown.argmax(-1), (shown[:, 1:],)], "name": "x"}
     got = with_whole_sequences(given)
     assert torch.equal(got["logits"], whole)
