@@ -1,11 +1,15 @@
-"""What the data axis has sent: calls and bytes for each kind of collective."""
+"""What an axis has sent: calls and bytes for each kind of collective."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+
+def _nothing() -> dict[str, int]:
+    return dict.fromkeys(get_args(CollectiveKind), 0)
 
 
 @dataclass
@@ -13,12 +17,12 @@ class Traffic:
     """Counters of one engine on one rank, kept until :meth:`reset`.
 
     Bytes are those of the *whole* tensor that a collective works on (padded to a multiple of the ranks), whatever
-    part of it travels: M for gathering or scattering M bytes. Tiny control messages (which parameters were used)
-    are not counted.
+    part of it travels: M for gathering or scattering M bytes, and for an all-to-all in which each rank has M bytes to
+    share out. Tiny control messages (which parameters were used) are not counted.
     """
 
-    calls: dict[str, int] = field(default_factory=lambda: {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0})
-    bytes: dict[str, int] = field(default_factory=lambda: {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0})
+    calls: dict[str, int] = field(default_factory=_nothing)
+    bytes: dict[str, int] = field(default_factory=_nothing)
 
     def add(self, kind: CollectiveKind, nbytes: int) -> None:
         """Counts one collective over ``nbytes`` bytes."""
@@ -27,8 +31,8 @@ class Traffic:
 
     @property
     def volume(self) -> int:
-        """Bytes in units in which a gather or a scatter of M bytes is M, and an all-reduce, being both, is 2M."""
-        return self.bytes["all_gather"] + self.bytes["reduce_scatter"] + 2 * self.bytes["all_reduce"]
+        """Bytes in units in which a gather, a scatter or an all-to-all of M bytes is M, and an all-reduce, being both, is 2M."""
+        return sum(self.bytes.values()) + self.bytes["all_reduce"]
 
     def reset(self) -> None:
         """Sets every counter to zero."""
