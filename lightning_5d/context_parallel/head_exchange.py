@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_5d.context_parallel.attention import accumulator
 from lightning_5d.context_parallel.heads import Heads
-from lightning_5d.data_parallel.traffic import CollectiveKind, Traffic
+from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
 
 Spans = Sequence[tuple[tuple[int, int], ...]]
@@ -48,7 +48,9 @@ class HeadExchange:
         """
         rank, tokens = self._transport.rank, tensors[0].shape[2]
         shapes = [(tokens, len(x), len(own[0]), x.shape[3]) for x, own in zip(tensors, heads, strict=True)]
-        whole = [x.new_empty((self._transport.size * tokens, *shape[1:])) for x, shape in zip(tensors, shapes, strict=True)]
+        whole = [
+            x.new_empty((self._transport.size * tokens, *shape[1:])) for x, shape in zip(tensors, shapes, strict=True)
+        ]
 
         def pieces(to: int) -> list[Tensor]:
             return [_pick(x, own[to]).permute(2, 0, 1, 3) for x, own in zip(tensors, heads, strict=True)]
@@ -64,7 +66,7 @@ class HeadExchange:
             for out, piece in zip(message, pieces(to), strict=True):
                 out.copy_(piece)
 
-        self._exchange(tensors[0].dtype, shapes, fill, lambda: take(pieces(rank), rank), take, "all_to_all")
+        self._exchange(tensors[0].dtype, shapes, fill, lambda: take(pieces(rank), rank), take)
         return [out.permute(1, 2, 0, 3) for out in whole]
 
     def to_tokens(
@@ -73,9 +75,6 @@ class HeadExchange:
         heads: Sequence[Heads],
         totals: Sequence[int],
         spans: Spans,
-        *,
-        dtype: torch.dtype | None = None,
-        kind: CollectiveKind = "all_to_all",
     ) -> list[Tensor]:
         """All heads of this rank's tokens. What several ranks hold of one head is added up, halves in fp32.
 
@@ -84,13 +83,11 @@ class HeadExchange:
             heads: For each tensor which heads each rank has.
             totals: For each tensor the number of all heads, H.
             spans: Which tokens go to which rank.
-            dtype: What is sent and returned; that of the tensors if ``None``.
-            kind: What it counts as.
 
         Returns:
             For each tensor (B, H, s, D).
         """
-        rank, size, dtype = self._transport.rank, self._transport.size, dtype or tensors[0].dtype
+        rank, size, dtype = self._transport.rank, self._transport.size, tensors[0].dtype
         tokens = tensors[0].shape[2] // size
         shapes = [(tokens, x.shape[0], x.shape[1], x.shape[3]) for x in tensors]
         repeated = [sum(map(len, own)) > total for own, total in zip(heads, totals, strict=True)]
@@ -120,7 +117,7 @@ class HeadExchange:
                     _put(place, x[:, :, start:stop].permute(2, 0, 1, 3), own[rank], add=again)
                     before += stop - start
 
-        self._exchange(dtype, shapes, fill, take_own, take, kind)
+        self._exchange(dtype, shapes, fill, take_own, take)
         return [out.to(dtype).permute(0, 2, 1, 3) for out in results]
 
     def _exchange(
@@ -130,13 +127,12 @@ class HeadExchange:
         fill: Callable[[Sequence[Tensor], int], None],
         take_own: Callable[[], None],
         take: Callable[[Sequence[Tensor], int], None],
-        kind: CollectiveKind,
     ) -> None:
         """One message of pieces of these shapes to every rank; what this rank gives itself is seen to while they are under way."""
         rank, size = self._transport.rank, self._transport.size
         numel = sum(map(math.prod, shapes))
         if size > 1 and numel:
-            self._traffic.add(kind, size * numel * dtype.itemsize)
+            self._traffic.add("all_to_all", size * numel * dtype.itemsize)
             buffer = self._transport.allocate((size - 1) * numel, dtype)
             others = [to for to in range(size) if to != rank]
             for message, to in zip(buffer.chunk(size - 1), others, strict=True):
@@ -153,7 +149,10 @@ class HeadExchange:
 
 
 def _sections(message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    return [part.view(shape) for part, shape in zip(message.split([math.prod(s) for s in shapes]), shapes, strict=True)]
+    return [
+        part.view(shape)
+        for part, shape in zip(torch.split(message, [math.prod(s) for s in shapes]), shapes, strict=True)
+    ]
 
 
 def _run(heads: tuple[int, ...]) -> slice | list[int]:

@@ -1,214 +1,109 @@
-"""Attention of a rank's queries to keys that it has in one piece, in the order of positions.
-
-What queries see is worked out in tiles: some queries, and the range of keys that holds all they see. Nothing is computed outside of
-those ranges, and masks exist for one tile at a time.
-"""
+"""A rank's queries and the keys of one place after the other, as they come to hand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from lightning_5d.context_parallel import kernels
 from lightning_5d.context_parallel.attention import accumulator
+from lightning_5d.context_parallel.cut import SequenceCut
+from lightning_5d.context_parallel.joining import Joined, RowSum, rows_of
 from lightning_5d.context_parallel.masks import AttentionMask
-
-Range = tuple[int, int]
-
-# Queries of a tile where masks differ from token to token: ranges of keys are tighter with fewer, kernels busier with more.
-_QUERIES = 512
+from lightning_5d.context_parallel.tiles import Plan, Tile, tile_mask
+from lightning_5d.context_parallel.tiles import plan as plan_of
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Queries, and the keys that they see at most.
-
-    Attributes:
-        queries: Their positions (start, stop).
-        keys: Positions of the keys.
-        causal: Both are the same positions, and queries see keys up to their own.
-        masked: Which keys a query sees takes a mask, which says it all.
-    """
-
-    queries: Range
-    keys: Range
-    causal: bool = False
-    masked: bool = False
-
-
-def tiles_of(mask: AttentionMask, queries: Range, length: int, *, own_first: bool = False) -> Iterator[Tile]:
-    """The tiles of a span of queries over all keys of the sequence; those that see nothing are left out.
+class Meeting:
+    """How a place's queries meet keys: what the kernels have to be told of each tile.
 
     Args:
         mask: What queries see.
-        queries: The span of positions; ends before `length`.
-        length: Tokens of the sequence.
-        own_first: Whether the span's own keys are wanted apart, and first, where that costs no mask.
-    """
-    start, stop = queries
-    if start >= stop:
-        return
-    if not mask.plain:
-        documents = None if mask.documents is None else _extents(mask.documents)
-        for first in range(start, stop, _QUERIES):
-            here = first, min(first + _QUERIES, stop)
-            low, high = _seen(mask, here, length, documents)
-            if low < high:
-                yield Tile(here, (low, high), masked=True)
-    elif mask.causal:
-        yield Tile(queries, queries, causal=True)
-        if start:
-            yield Tile(queries, (0, start))
-    elif own_first and queries != (0, length):
-        yield Tile(queries, queries)
-        for keys in ((0, start), (stop, length)):
-            if keys[0] < keys[1]:
-                yield Tile(queries, keys)
-    else:
-        yield Tile(queries, (0, length))
-
-
-def mask_of(mask: AttentionMask, tile: Tile, device: torch.device) -> Tensor | None:
-    """What the queries of a tile see of its keys, (B or 1, 1, queries, keys), bool."""
-    if not tile.masked:
-        return None
-    i = torch.arange(*tile.queries, device=device)[:, None]
-    j = torch.arange(*tile.keys, device=device)[None]
-    seen = j <= i if mask.causal else torch.ones(len(i), j.shape[1], dtype=torch.bool, device=device)
-    if mask.window is not None:
-        seen = seen & ((i - j).abs() < mask.window)
-    seen = seen[None]
-    if mask.documents is not None:
-        documents = mask.documents.to(device)
-        seen = seen & (documents[:, slice(*tile.queries), None] == documents[:, None, slice(*tile.keys)])
-    if mask.keys is not None:
-        seen = seen & mask.keys.to(device)[:, None, slice(*tile.keys)]
-    return seen[:, None]
-
-
-def _seen(mask: AttentionMask, queries: Range, length: int, documents: tuple[Tensor, Tensor] | None) -> Range:
-    """A range with all keys that a span of queries sees."""
-    (start, stop), low, high = queries, 0, length
-    if mask.window is not None:
-        low, high = max(low, start - mask.window + 1), min(high, stop + mask.window - 1)
-    if mask.causal:
-        high = min(high, stop)
-    if documents is not None:
-        first, last = documents
-        low = max(low, int(first[:, start:stop].min()))
-        high = min(high, int(last[:, start:stop].max()) + 1)
-    return low, high
-
-
-def _extents(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and last position of each token's document, (B, S) each, on the CPU."""
-    documents = documents.cpu()
-    rows, length = documents.shape
-    ids, number = documents.unique(return_inverse=True)
-    positions = torch.arange(length).expand(rows, length)
-    first = torch.full((rows, len(ids)), length).scatter_reduce(1, number, positions, "amin")
-    last = torch.full((rows, len(ids)), -1).scatter_reduce(1, number, positions, "amax")
-    return first.gather(1, number), last.gather(1, number)
-
-
-class Outputs:
-    """Outputs of a rank's queries, joined over tiles of keys in fp32 through the logarithms of their sums.
-
-    Args:
-        q: (B, H, s, D).
-        scale: Of the scores.
-    """
-
-    def __init__(self, q: Tensor, scale: float) -> None:
-        self._q, self._scale = q, scale
-        self._rows: dict[Range, tuple[Tensor, Tensor]] = {}
-
-    def add(self, rows: Range, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> None:
-        """Attends from those rows of the queries to some keys.
-
-        Args:
-            rows: Rows of the queries (start, stop); the same for all tiles that share rows.
-            k: (B, K, n, D).
-            v: (B, K, n, D).
-            mask: (B or 1, 1, rows, n), bool, or ``None`` for all.
-            causal: Whether the k-th query sees k keys; there are as many of both then.
-        """
-        out, lse = block_forward(self._q[:, :, slice(*rows)], k, v, causal=causal, mask=mask, scale=self._scale)
-        if (before := self._rows.get(rows)) is not None:
-            out, lse = join(*before, out, lse)
-        self._rows[rows] = out, lse
-
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """The outputs (B, H, s, D), zero where a query has seen nothing, and the logarithms (B, H, s)."""
-        q = self._q
-        if len(self._rows) == 1 and (found := self._rows.get((0, q.shape[2]))) is not None:
-            return found[0].to(q.dtype), found[1]
-        batch, heads, tokens, size = q.shape
-        out = q.new_empty((batch, tokens, heads, size)).transpose(1, 2)
-        lse = q.new_empty((batch, heads, tokens), dtype=accumulator(q.dtype))
-        before = 0
-        for rows in (*sorted(self._rows), (tokens, tokens)):
-            if before < rows[0]:
-                out[:, :, before : rows[0]] = 0
-                lse[:, :, before : rows[0]] = -torch.inf
-            if rows[0] < rows[1]:
-                out[:, :, slice(*rows)], lse[:, :, slice(*rows)] = self._rows[rows]
-            before = rows[1]
-        return out, lse
-
-
-class Gradients:
-    """Gradients of a rank's queries and of keys and values, summed over tiles.
-
-    Args:
-        g: Of the outputs, (B, H, s, D).
-        q: (B, H, s, D).
-        out: The joined outputs.
-        lse: Their logarithms.
-        keys: Keys of which gradients are wanted.
-        kv_heads: Key and value heads.
+        cut: Who holds what.
+        place: The place that holds the queries.
         scale: Of the scores.
 
     Attributes:
-        q: Of the queries, (B, H, s, D), in fp32 or fp64.
-        k: Of keys, (B, K, keys, D), likewise.
-        v: Of values, likewise.
+        plan: The tiles.
     """
 
-    def __init__(
-        self, g: Tensor, q: Tensor, out: Tensor, lse: Tensor, keys: int, kv_heads: int, scale: float
-    ) -> None:
-        self._g, self._query, self._out, self._lse, self._scale = g, q, out, lse, scale
-        batch, heads, tokens, size = q.shape
+    def __init__(self, mask: AttentionMask, cut: SequenceCut, place: int, scale: float) -> None:
+        self._mask, self._cut, self._place, self._scale = mask, cut, place, scale
+        self.plan: Plan = plan_of(mask, cut, place)
 
-        def zeros(length: int, count: int) -> Tensor:
-            made = q.new_zeros((length, batch, count, size), dtype=accumulator(q.dtype))
-            return made.permute(1, 2, 0, 3)
+    def of(self, tile: Tile, owner: int, device: torch.device) -> dict[str, Any]:
+        """How the queries see the keys of `owner` in one of its tiles."""
+        masked = tile.kind == "masked"
+        mask = tile_mask(self._mask, self._cut, tile, self._place, owner, device) if masked else None
+        return {"causal": tile.kind == "causal", "mask": mask, "scale": self._scale}
 
-        self.q = q.new_zeros((batch, tokens, heads, size), dtype=accumulator(q.dtype)).transpose(1, 2)
-        self.k, self.v = zeros(keys, kv_heads), zeros(keys, kv_heads)
 
-    def add(self, rows: Range, k: Tensor, v: Tensor, mask: Tensor | None, keys: Range, *, causal: bool) -> None:
-        """Goes back through what `Outputs.add` did with the same arguments; `keys` are the places of their gradients."""
-        at = slice(*rows)
-        dq, dk, dv = block_backward(
-            self._g[:, :, at],
-            self._query[:, :, at],
-            k,
-            v,
-            self._out[:, :, at],
-            self._lse[:, :, at],
-            causal=causal,
-            mask=mask,
-            scale=self._scale,
-        )
-        self.q[:, :, at] += dq
-        self.k[:, :, slice(*keys)] += dk
-        self.v[:, :, slice(*keys)] += dv
+class Outputs:
+    """Outputs joined over the keys of all places.
+
+    Args:
+        q: (B, H, s, D).
+        meeting: How they meet the keys.
+    """
+
+    def __init__(self, q: Tensor, meeting: Meeting) -> None:
+        self._q, self._meeting, self._joined = q, meeting, Joined(q, meeting.plan.blind)
+
+    def add(self, owner: int, k: Tensor, v: Tensor) -> None:
+        """Attends to the keys and values of a place, (B, K, s, D) each."""
+        for tile in self._meeting.plan.tiles[owner]:
+            how = self._meeting.of(tile, owner, k.device)
+            found = kernels.forward(rows_of(self._q, tile.queries), rows_of(k, tile.keys), rows_of(v, tile.keys), **how)
+            self._joined.add(tile.queries, *found)
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """The outputs (B, H, s, D), zero where a query has seen nothing, and their log-sum-exp as `Backward` wants it."""
+        out, lse = self._joined.result()
+        return out, kernels.blind(lse) if self._meeting.plan.blind else lse
+
+
+class Backward:
+    """The way back through `Outputs`.
+
+    Args:
+        g: Gradient of the outputs, (B, H, s, D).
+        q: The queries.
+        out: The outputs.
+        lse: Their log-sum-exp.
+        meeting: How the queries met the keys.
+    """
+
+    def __init__(self, g: Tensor, q: Tensor, out: Tensor, lse: Tensor, meeting: Meeting) -> None:
+        self._g, self._q, self._out, self._lse, self._meeting = g, q, out, lse, meeting
+        self._sum = RowSum(q.shape[2], accumulator(q.dtype))
+
+    def add(self, owner: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What these queries contribute to the gradients of a place's keys and values; ``None`` if they see none of them."""
+        tiles = self._meeting.plan.tiles[owner]
+        sums = [RowSum(x.shape[2], accumulator(x.dtype)) for x in (k, v)]
+        for tile in tiles:
+            found = kernels.backward(
+                rows_of(self._g, tile.queries),
+                rows_of(self._q, tile.queries),
+                rows_of(k, tile.keys),
+                rows_of(v, tile.keys),
+                rows_of(self._out, tile.queries),
+                rows_of(self._lse, tile.queries),
+                **self._meeting.of(tile, owner, k.device),
+            )
+            self._sum.add(tile.queries, found.q_BHqD, ours=True)
+            if len(tiles) == 1 and found.k_BKkD.shape == k.shape:
+                return found.k_BKkD, found.v_BKkD
+            for total, part in zip(sums, (found.k_BKkD, found.v_BKkD), strict=True):
+                total.add(tile.keys, part, ours=True)
+        return (sums[0].whole(k), sums[1].whole(v)) if tiles else None
+
+    def queries(self) -> Tensor:
+        """The gradient of the queries, in their dtype."""
+        return self._sum.result(self._q)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
@@ -222,58 +117,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -
         scale: Of the scores.
 
     Returns:
-        (B, H, S, D).
+        (B, H, S, D); rows of queries that may see nothing are zero.
     """
-    out: Tensor = _Attend.apply(q, k, v, mask, scale)  # type: ignore[no-untyped-call]
+    if not q.numel():
+        return q * k.sum() * v.sum()
+    meeting = Meeting(mask, SequenceCut(q.shape[2], 1), 0, scale)
+    out: Tensor = _Attend.apply(q, k, v, meeting)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-        outputs, length = Outputs(q, scale), q.shape[2]
-        for tile in tiles_of(mask, (0, length), length):
-            at = slice(*tile.keys)
-            outputs.add(tile.queries, k[:, :, at], v[:, :, at], mask_of(mask, tile, q.device), causal=tile.causal)
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, meeting: Meeting) -> Tensor:
+        outputs = Outputs(q, meeting)
+        outputs.add(0, k, v)
         out, lse = outputs.whole()
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mask, ctx.scale = mask, scale  # type: ignore[attr-defined]
+        ctx.meeting = meeting  # type: ignore[attr-defined]
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        length = q.shape[2]
-        tiles = list(tiles_of(ctx.mask, (0, length), length))
-        if len(tiles) == 1 and tiles[0].queries == tiles[0].keys == (0, length):
-            tile = tiles[0]
-            mask = mask_of(ctx.mask, tile, q.device)
-            found = block_backward(g, q, k, v, out, lse, causal=tile.causal, mask=mask, scale=ctx.scale)
-            return *found, None, None
-        gradients = Gradients(g, q, out, lse, length, k.shape[1], ctx.scale)
-        for tile in tiles:
-            at = slice(*tile.keys)
-            mask = mask_of(ctx.mask, tile, q.device)
-            gradients.add(tile.queries, k[:, :, at], v[:, :, at], mask, tile.keys, causal=tile.causal)
-        return gradients.q.to(q.dtype), gradients.k.to(k.dtype), gradients.v.to(v.dtype), None, None
-
-
-def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    both = torch.logaddexp(lse, other_lse)
-    kept = torch.where(both == -torch.inf, 0.0, both)
-    return out * (lse - kept).exp()[..., None] + other * (other_lse - kept).exp()[..., None], both
-
-
-def block_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    added = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=added, scale=scale)
-    if mask is not None:
-        lse = lse.masked_fill(~mask.any(-1), -torch.inf)
-    return out, lse
-
-
-def block_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    added = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-    lse = torch.where(lse == -torch.inf, 0.0, lse)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, out, lse, 0.0, causal, attn_mask=added, scale=scale)
+        backward = Backward(g, q, out, lse, ctx.meeting)
+        dk, dv = backward.add(0, k, v) or (torch.zeros_like(k), torch.zeros_like(v))
+        return backward.queries(), dk.to(k.dtype), dv.to(v.dtype), None

@@ -58,7 +58,7 @@ class Collectives(Transport):
             splits[self.rank] = 0
         received = torch.empty_like(buffer)
         work = dist.all_to_all_single(received, buffer, splits, splits, group=self.group, async_op=True)
-        parts = list(received.split(splits))
+        parts = list(torch.split(received, splits))
         if own is not None:
             parts[self.rank] = own
         return _Received(work, buffer, parts)

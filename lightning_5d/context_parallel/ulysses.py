@@ -22,6 +22,7 @@ from lightning_5d.context_parallel.attention import ContextAttention, default_sc
 from lightning_5d.context_parallel.cut import SequenceCut
 from lightning_5d.context_parallel.head_exchange import HeadExchange, Spans
 from lightning_5d.context_parallel.heads import Heads, heads_problem, kv_heads, query_heads
+from lightning_5d.context_parallel.kernels import same_head_size
 from lightning_5d.context_parallel.local import attend
 from lightning_5d.context_parallel.masks import AttentionMask
 from lightning_5d.context_parallel.transports import open_transport
@@ -34,17 +35,16 @@ class SharedHeads:
     Args:
         group: The ranks.
         device: Where their tensors are.
+        traffic: Where to count what is sent.
         shared_memory: CPU ranks of one host read straight from each other's memory.
-
-    Attributes:
-        traffic: What was sent.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, shared_memory: bool = True) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, traffic: Traffic, *, shared_memory: bool = True
+    ) -> None:
         self.size = group.size()
-        self.traffic = Traffic()
         self._transport = open_transport(group, device, shared_memory=shared_memory)
-        self._exchange = HeadExchange(self._transport, self.traffic)
+        self._exchange = HeadExchange(self._transport, traffic)
 
     def take(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
         """All tokens of this rank's heads.
@@ -99,8 +99,8 @@ class UlyssesAttention(ContextAttention):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, shared_memory: bool = True) -> None:
-        self._heads = SharedHeads(group, device, shared_memory=shared_memory)
-        self.traffic = self._heads.traffic
+        self.traffic = Traffic()
+        self._heads = SharedHeads(group, device, self.traffic, shared_memory=shared_memory)
 
     @override
     def __call__(
@@ -109,7 +109,8 @@ class UlyssesAttention(ContextAttention):
         spans = [cut.spans(rank) for rank in range(cut.size)]
         # Padding is at the end of the order of positions.
         q, k, v = (x[:, :, : cut.length] for x in self._heads.take(q, k, v, spans))
-        out = attend(q, k, v, mask, default_scale(q.shape[-1], scale))
+        scale, size = default_scale(q.shape[-1], scale), v.shape[-1]
+        out = attend(*same_head_size(q, k, v), mask, scale)[..., :size]
         if cut.padded > cut.length:
             out = F.pad(out, (0, 0, 0, cut.padded - cut.length))
         return self._heads.give_back(out, spans)
@@ -136,7 +137,7 @@ class _ToHeads(torch.autograd.Function):
         return tuple(exchange.to_heads(tensors, heads, spans))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         exchange, heads, totals, spans = ctx.back
         return None, None, None, *exchange.to_tokens(gradients, heads, totals, spans)
@@ -150,7 +151,7 @@ class _ToTokens(torch.autograd.Function):
         return given
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         exchange, heads, spans = ctx.back
         return None, None, None, *exchange.to_heads([g], [heads], spans)

@@ -83,9 +83,7 @@ class SharedMemory(Transport):
         self._sequence: dict[int, int] = {}
 
     @classmethod
-    def connect(
-        cls, group: dist.ProcessGroup, timeout_s: float, group_name: str = "data group"
-    ) -> SharedMemory | None:
+    def connect(cls, group: dist.ProcessGroup, timeout_s: float, group_name: str = "data group") -> SharedMemory | None:
         """Connects all ranks of ``group``, or returns None on all of them if one cannot reach another this way.
 
         Args:
