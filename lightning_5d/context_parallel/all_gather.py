@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_5d.context_parallel.attention import ContextAttention, accumulator, default_scale
 from lightning_5d.context_parallel.cut import SequenceCut
+from lightning_5d.context_parallel.inputs import check_inputs, of_nothing
 from lightning_5d.context_parallel.joining import RowSum, rows_of
 from lightning_5d.context_parallel.kernels import same_head_size
 from lightning_5d.context_parallel.local import Backward, Meeting, Outputs
@@ -50,8 +51,9 @@ class AllGatherAttention(ContextAttention):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cut: SequenceCut, scale: float | None = None
     ) -> Tensor:
+        check_inputs(q, k, v, cut, self.size)
         if not q.numel():
-            return q * k.sum() * v.sum()
+            return of_nothing(q, k, v)
         scale, size = default_scale(q.shape[-1], scale), v.shape[-1]
         q, k, v = same_head_size(q, k, v)
         # Ranks are places here: what is gathered is gathered from all of them alike.

@@ -11,6 +11,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lightning_5d.context_parallel import kernels
 from lightning_5d.context_parallel.attention import accumulator
 from lightning_5d.context_parallel.cut import SequenceCut
+from lightning_5d.context_parallel.inputs import of_nothing
 from lightning_5d.context_parallel.joining import Joined, RowSum, rows_of
 from lightning_5d.context_parallel.masks import AttentionMask
 from lightning_5d.context_parallel.tiles import Plan, Tile, tile_mask
@@ -120,7 +121,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -
         (B, H, S, D); rows of queries that may see nothing are zero.
     """
     if not q.numel():
-        return q * k.sum() * v.sum()
+        return of_nothing(q, k, v)
     meeting = Meeting(mask, SequenceCut(q.shape[2], 1), 0, scale)
     out: Tensor = _Attend.apply(q, k, v, meeting)  # type: ignore[no-untyped-call]
     return out

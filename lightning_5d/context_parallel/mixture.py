@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_5d.context_parallel.attention import ContextAttention
 from lightning_5d.context_parallel.cut import SequenceCut
+from lightning_5d.context_parallel.inputs import check_inputs
 from lightning_5d.context_parallel.masks import AttentionMask
 from lightning_5d.context_parallel.ring import RingAttention
 from lightning_5d.context_parallel.ulysses import SharedHeads
@@ -49,6 +50,7 @@ class MixedAttention(ContextAttention):
                 f"ulysses={ulysses} does not divide the {len(ranks)} ranks of the context axis; the nearest number that does is"
                 f" {nearest_divisor(len(ranks), ulysses)}."
             )
+        self._size, self._neighbours = len(ranks), ulysses
         timeout = timedelta(seconds=timeout_s_of(group, device))
         place, neighbour = divmod(group.rank(), ulysses)
         # First all places, then all rings: no two ranks wait for each other in different groups.
@@ -64,6 +66,11 @@ class MixedAttention(ContextAttention):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cut: SequenceCut, scale: float | None = None
     ) -> Tensor:
+        check_inputs(q, k, v, cut, self._size)
+        if cut.ulysses != self._neighbours:
+            raise ValueError(
+                f"The sequence is cut for {cut.ulysses} neighbours in each place of the ring; here they are {self._neighbours}."
+            )
         # What neighbours hold, one after the other, is their place's share in the order of positions.
         spans = [((start, start + cut.local),) for start in range(0, cut.ulysses * cut.local, cut.local)]
         q, k, v = self._heads.take(q, k, v, spans)

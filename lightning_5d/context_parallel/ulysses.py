@@ -22,6 +22,7 @@ from lightning_5d.context_parallel.attention import ContextAttention, default_sc
 from lightning_5d.context_parallel.cut import SequenceCut
 from lightning_5d.context_parallel.head_exchange import HeadExchange, Spans
 from lightning_5d.context_parallel.heads import Heads, heads_problem, kv_heads, query_heads
+from lightning_5d.context_parallel.inputs import check_inputs
 from lightning_5d.context_parallel.kernels import same_head_size
 from lightning_5d.context_parallel.local import attend
 from lightning_5d.context_parallel.masks import AttentionMask
@@ -106,6 +107,7 @@ class UlyssesAttention(ContextAttention):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cut: SequenceCut, scale: float | None = None
     ) -> Tensor:
+        check_inputs(q, k, v, cut, self._heads.size)
         spans = [cut.spans(rank) for rank in range(cut.size)]
         # Padding is at the end of the order of positions.
         q, k, v = (x[:, :, : cut.length] for x in self._heads.take(q, k, v, spans))

@@ -102,6 +102,34 @@ def test_traffic_is_two_exchanges_each_way_with_repeated_heads_only_where_ranks_
     assert ranks(4, _traffic, heads, kv, backend="gloo") == [(expected, expected, 4)] * 4
 
 
+def _refusals(rank: int) -> list[str]:
+    attention = _open("shared memory")
+    x = torch.zeros(1, 6, 4, 8)
+    calls = [
+        (x, x, SequenceCut(16, 4)),
+        (x, x[:, :, :3], SequenceCut(8, 2)),
+        (x, x[:, :4], SequenceCut(8, 2)),
+        (x[:, :3], x[:, :3], SequenceCut(8, 2)),
+    ]
+    found = []
+    for q, k, cut in calls:
+        with pytest.raises(ValueError) as error:
+            attention(q, k, k, AttentionMask(), cut)
+        found.append(str(error.value))
+    return found
+
+
+def test_calls_that_do_not_fit_are_refused_with_both_numbers(ranks: RankPool) -> None:
+    words = [
+        "cut for 4 ranks; attention is over 2",
+        "4, 3 and 3 tokens; each rank holds 4",
+        "(1, 6, 4, 8)",
+        "3 query heads",
+    ]
+    for found in ranks(2, _refusals, backend="gloo"):
+        assert all(word in error for word, error in zip(words, found, strict=True)), found
+
+
 def _nothing(rank: int) -> tuple[int, ...]:
     attention = _open("shared memory")
     q = torch.empty(0, 4, 2, 8, requires_grad=True)
