@@ -167,11 +167,16 @@ class Parallelized:
         return batch
 
     def step_context(self) -> AbstractContextManager[None]:
-        """A context around every step of the user, training or not.
-
-        Activation checkpointing enters it again around a block that backward runs again, after the step or inside of it.
-        """
+        """A context around every step of the user, training or not; and around what backward runs again of one, see `recompute_context`."""
         return nullcontext()
+
+    def recompute_context(self) -> Callable[[], AbstractContextManager[Any]]:
+        """What a part of a step has to run in when backward runs it again, as things are now, right before it runs first.
+
+        It is asked in the step, and what it gives is called as often as that part runs again, each time for a context: after the step or
+        inside of it, in any order with others of several microbatches. The step's own context if nothing changes within a step.
+        """
+        return self.step_context
 
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of a user's step function; an axis that has to do something around it overrides this."""
