@@ -16,6 +16,7 @@ from lightning_5d.parallelism import RunContext
 from lightning_5d.verify import verify
 from tests.checkpoint.same import assert_same
 from tests.context_parallel.standing_in import RowsApart
+from tests.modules import TinyLM, Tokens
 from tests.ranks.failure import RankError
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.parity import SEPARATE, SIZES, Dealt, Rows, apart, compare, decoder, fit
@@ -66,6 +67,21 @@ def test_tensor_axis_without_other_data_ranks(ranks: RankPool) -> None:
 def test_pipelines(ranks: RankPool, schedule: str, zero: ZeRO) -> None:
     pipeline = PipelineParallel(2, schedule=schedule, microbatches=4)
     compare(ranks, decoder(num_layers=4), pipeline, RowsApart(2), zero, world=4, batch=8)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "shown"),
+    [
+        (PipelineParallel(2, schedule="zb_h1", microbatches=2), False),
+        (PipelineParallel(2, schedule="1f1b", microbatches=2), True),
+        (PipelineParallel(2, schedule="1f1b", microbatches=2, split=[0, 4]), True),
+        (PipelineParallel(2, schedule="zb_v", microbatches=2), True),
+    ],
+    ids=["whole", "shown", "nothing first", "two on a rank"],
+)
+def test_stages_of_blocks_that_are_doors_themselves(ranks: RankPool, pipeline: PipelineParallel, shown: bool) -> None:
+    module, deal = partial(TinyLM, layers=4), partial(Dealt, Tokens(16), 8)
+    compare(ranks, module, pipeline, RowsApart(2, shown), world=4, data=deal)
 
 
 def test_pipeline_with_weights_on_both_ends_and_steps_ahead_of_their_verdict(ranks: RankPool) -> None:
