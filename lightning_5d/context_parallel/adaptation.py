@@ -109,5 +109,6 @@ class Adaptation:
 def is_hugging_face(module: nn.Module) -> bool:
     """Whether a module is a model of Hugging Face's, which is never imported for that."""
     return hasattr(module, "config") and any(
-        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.") for kind in type(module).__mro__
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(module).__mro__
     )

@@ -21,6 +21,8 @@ from lightning_5d.context_parallel.lengths import (
     is_mask,
     named_tensors,
 )
+from lightning_5d.context_parallel.shown import SequenceShard, is_shown
+from lightning_5d.context_parallel.step_sequence import StepSequence
 from lightning_5d.pipeline_parallel.containers import children, rebuilt
 from lightning_5d.tensor_parallel.axis import TensorAxis
 
@@ -126,7 +128,7 @@ def plain_entering(
     found = [(path, tensor) for path, tensor in named_tensors(named) if tensor.ndim]
     for path, tensor in found:
         if (door, *path) in keys and (dim := keys.dimension((door, *path), tensor)) is not None:
-            return Entering(tensor.shape[dim], tensor.shape[1 - dim] if dim < 2 <= tensor.ndim else tensor.shape[0], dim)
+            return Entering(tensor.shape[dim], _rows(tensor, dim), dim)
     free = [
         (path[-1], tensor)
         for path, tensor in found
@@ -148,6 +150,52 @@ def plain_entering(
     return None
 
 
+def shown_entering(door: str, named: Mapping[str, Any]) -> Entering | None:
+    """How a call is cut that gets shown tensors; ``None`` if it gets none.
+
+    Raises:
+        MisconfigurationException: If they are of two lengths.
+    """
+    found = [(path, value, _shown_tokens(value)) for path, value in named_tensors(named) if is_shown(value)]
+    if not found:
+        return None
+    path, _, first = found[0]
+    for other, _, how in found[1:]:
+        if how.length != first.length:
+            raise MisconfigurationException(
+                f"{door} got sequences of two lengths: {'.'.join(path)} with {first.length} tokens and {'.'.join(other)} with {how.length}. Each rank"
+                " holds a part of one. Pad them to one length in collate_fn."
+            )
+    return first
+
+
+def _shown_tokens(shard: SequenceShard) -> Entering:
+    placement = shard.placement
+    length = placement.size if placement.trail > 1 else placement.tokens.size
+    if placement.trail == 1 and placement.merged:
+        return Entering(length, placement.lead, 1)
+    dim = shard.cut_dim
+    return Entering(length, _rows(shard, dim), dim)
+
+
+def enter_shown(shard: SequenceShard, sequence: StepSequence) -> Tensor:
+    """A shown tensor's part for this rank; its tokens stay merged with rows where they are."""
+    dim, placement = shard.cut_dim, shard.placement
+    if not placement.merged or placement.trail > 1:
+        return SequenceShard.enter(shard, dim, sequence)
+    apart = shard.unflatten(dim, (placement.lead, placement.tokens.size))
+    return SequenceShard.enter(apart, dim + 1, sequence).flatten(dim, dim + 1)
+
+
+def _rows(tensor: Tensor, dim: int) -> int:
+    return tensor.shape[1 - dim] if dim < 2 <= tensor.ndim else tensor.shape[0] if dim else 1
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are others than before."""
+    return {name: value for name, value in after.items() if value is not before[name]}
+
+
 def cut_dimension(
     door: str, path: Path, tensor: Tensor, entering: Entering, lengths: BatchLengths, keys: Keys
 ) -> int | None:
@@ -160,7 +208,7 @@ def cut_dimension(
     | (B, n, …) of 3 dimensions and more | 1 |
     | (B, n) of integers or booleans | 1 |
     | (B, n) of floats | 1 if it is of the batch, or named as a mask; features could be as many |
-    | (1, n), (n, F), (n,) of which n is not B | where n is, as tables of positions are |
+    | (1, n), (n, F), and (n,) of integers, of which n is not B | where n is, as tables of positions are |
     | (B, 1, 1, n), a mask | 3 |
     | (B, H, n, D), D not n | 2 |
 
@@ -188,7 +236,8 @@ def cut_dimension(
         if tensor.ndim == 4 and shape[1] == shape[2] == 1:
             return 3 if shape[3] == n else None
     if tensor.ndim == 1:
-        return 0 if shape[0] == n and (n != entering.rows or name in _POSITIONS) else None
+        of_tokens = not tensor.is_floating_point() and n != entering.rows
+        return 0 if shape[0] == n and (of_tokens or name in _POSITIONS) else None
     if tensor.ndim == 2 and (tensor.is_floating_point() or tensor.is_complex()):
         if shape[1] == n and (lengths.holds(tensor) or is_mask(name) or shape[0] == 1 != entering.rows):
             return 1

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -17,17 +16,20 @@ from lightning_5d.context_parallel.adaptation import Adaptation
 from lightning_5d.context_parallel.arguments import (
     Entering,
     Signature,
+    changed,
     continues,
     cut_dimension,
+    enter_shown,
     mapped,
     plain_entering,
     shared,
+    shown_entering,
 )
 from lightning_5d.context_parallel.cut import SequenceCut
 from lightning_5d.context_parallel.hugging_face_loss import wrap_losses
 from lightning_5d.context_parallel.inside import Inside
 from lightning_5d.context_parallel.leaving import Leaving
-from lightning_5d.context_parallel.lengths import BatchLengths, Keys, Path, batch_lengths, check_length, named_tensors
+from lightning_5d.context_parallel.lengths import BatchLengths, Keys, Path, batch_lengths, check_length
 from lightning_5d.context_parallel.shown import SequenceShard, is_shown
 from lightning_5d.context_parallel.step_sequence import StepSequence
 from lightning_5d.replaced_forward import ReplacedForward
@@ -87,7 +89,9 @@ class Doors:
             door = _Door(name, inner, self)
             if door.takes_part:
                 self._doors.append(door)
-                self._handles.append(inner.register_forward_pre_hook(_Hook(door, "enter"), prepend=True, with_kwargs=True))
+                self._handles.append(
+                    inner.register_forward_pre_hook(_Hook(door, "enter"), prepend=True, with_kwargs=True)
+                )
                 self._handles.append(inner.register_forward_hook(_Hook(door, "leave")))
         self._losses = wrap_losses(module, lambda: self.inside)
 
@@ -161,62 +165,56 @@ class Doors:
         self._left.pop(id(door.module), None)
         if self.inside is not None:
             return None if door.adaptation is None else door.adaptation(self.inside, args, kwargs)
-        if self._lengths is None or self._within or not door.has_weights:
+        lengths = self._lengths
+        if lengths is None or self._within or not door.has_weights:
             return None
         named = door.signature.named(args, kwargs)
-        entering = None if continues(named) else self._entering(door, named)
-        if entering is None:
-            return None
-        sequence, how = entering
+        how = self._entering(door, named)
+        if how is None:
+            new = {name: mapped(value, _made_whole) for name, value in named.items()}
+            return door.signature.replaced(args, kwargs, changed(named, new))
+        sequence = self.sequence(how.length)
         inside = Inside(door.name, sequence, rows=how.rows)
-        new = self._cut_arguments(door, named, sequence, how)
+        new = self._cut_arguments(door, named, lengths, sequence, how)
         self._pending[id(door.module)] = _Call(inside, how)
         self._entered = True
-        args, kwargs = door.signature.replaced(args, kwargs, new)
-        if door.adaptation is None:
-            return args, kwargs
-        adapted = door.adaptation(inside, args, kwargs)
+        args, kwargs = door.signature.replaced(args, kwargs, changed(named, new))
+        adapted = None if door.adaptation is None else door.adaptation(inside, args, kwargs)
         return (args, kwargs) if adapted is None else adapted
 
-    def _entering(self, door: _Door, named: dict[str, Any]) -> tuple[StepSequence, Entering] | None:
-        shards = [(path, value) for path, value in named_tensors(named) if is_shown(value)]
-        if not shards:
-            if self._lengths is None:
-                return None
-            how = plain_entering(
-                door.name, named, self._lengths, self._keys, lambda length: length >= self._cut(length).multiple
-            )
-            if how is None:
-                return None
-            check_length(self._cut(how.length), f"an argument of {door.name}", pad=self._pad)
-            return self.sequence(how.length), how
-        first = shards[0][1]
-        for path, shard in shards:
-            if shard.sequence.cut != first.sequence.cut:
-                raise MisconfigurationException(
-                    f"{door.name} got sequences of two lengths: {'.'.join(shards[0][0])} with {first.sequence.cut.length} tokens and"
-                    f" {'.'.join(path)} with {shard.sequence.cut.length}. Each rank holds a part of one. Pad them to one length in collate_fn."
-                )
-        dim = first.sequence_dim
-        rows = first.shape[1 - dim] if dim < 2 <= first.ndim else first.shape[0]
-        return first.sequence, Entering(first.shape[dim], rows, dim)
+    def _entering(self, door: _Door, named: dict[str, Any]) -> Entering | None:
+        """How a call is cut; ``None`` if it is no door."""
+        if self._lengths is None:
+            return None
+        if continues(named):
+            self._entered = True  # it is meant to be whole
+            return None
+        shown = shown_entering(door.name, named)
+        how = shown or plain_entering(door.name, named, self._lengths, self._keys, self._enough)
+        if how is None or not self._enough(how.length):
+            return None
+        check_length(self._cut(how.length), f"An argument of {door.name}", pad=self._pad)
+        return how
+
+    def _enough(self, length: int) -> bool:
+        return length >= self._cut(length).multiple
 
     def _cut_arguments(
-        self, door: _Door, named: dict[str, Any], sequence: StepSequence, how: Entering
+        self, door: _Door, named: dict[str, Any], lengths: BatchLengths, sequence: StepSequence, how: Entering
     ) -> dict[str, Any]:
-        lengths = self._lengths
-        assert_lengths = lengths if lengths is not None else BatchLengths({}, ())
-
         def enter(path: Path, value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             if is_shown(value):
-                return SequenceShard.enter(value, value.sequence_dim, sequence)
-            dim = cut_dimension(door.name, path, value, how, assert_lengths, self._keys)
+                return enter_shown(value, sequence)
+            dim = cut_dimension(door.name, path, value, how, lengths, self._keys)
             return shared(value, self._axis) if dim is None else SequenceShard.enter(value, dim, sequence)
 
-        new = {name: mapped(value, enter, (name,)) for name, value in named.items()}
-        return {name: value for name, value in new.items() if value is not named[name]}
+        return {name: mapped(value, enter, (name,)) for name, value in named.items()}
+
+
+def _made_whole(path: Path, value: Any) -> Any:
+    return value.whole() if is_shown(value) else value
 
 
 class _Call:

@@ -50,7 +50,9 @@ def answer_loss(inside: Inside, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """
     if func not in LOSSES:
         return NotImplemented
-    named = dict(zip(("input", "target"), args, strict=False)) | {key: kwargs[key] for key in ("input", "target") if key in kwargs}
+    named = dict(zip(("input", "target"), args, strict=False)) | {
+        key: kwargs[key] for key in ("input", "target") if key in kwargs
+    }
     outputs, target = named.get("input"), named.get("target")
     if not isinstance(outputs, Tensor) or not isinstance(target, Tensor) or is_shown(outputs):
         return NotImplemented

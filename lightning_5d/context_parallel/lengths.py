@@ -179,7 +179,9 @@ def _first(found: Sequence[tuple[Path, Tensor]], keys: Keys) -> tuple[Path, Tens
 
 def _of_tokens(path: Path, tensor: Tensor) -> bool:
     """Whether a tensor of a sequence's length has an entry per token, and not features that happen to be as many."""
-    return tensor.ndim >= 3 or not tensor.is_floating_point() or bool(path and (is_mask(path[-1]) or is_label(path[-1])))
+    return (
+        tensor.ndim >= 3 or not tensor.is_floating_point() or bool(path and (is_mask(path[-1]) or is_label(path[-1])))
+    )
 
 
 def _storage(tensor: Tensor) -> int:
@@ -232,5 +234,3 @@ def check_length(cut: SequenceCut, name: str, *, pad: bool) -> None:
             f"{name} has {length} tokens, and {cut.size} ranks{how} share a multiple of {multiple} evenly; ContextParallel(pad=False) does not pad."
             f" {below} or {above} tokens would do, or pad=True."
         )
-
-
