@@ -18,7 +18,7 @@ from lightning_5d.context_parallel.masks import AttentionMask
 from lightning_5d.context_parallel.redirect import Redirect
 from lightning_5d.context_parallel.step_sequence import StepSequence
 from lightning_5d.data_parallel.traffic import Traffic
-from lightning_5d.tensor_parallel.axis import TensorAxis, open_axis
+from lightning_5d.tensor_parallel.axis import Arriving, Reduction, TensorAxis, open_axis
 
 
 class _Whole(torch.autograd.Function):
@@ -69,16 +69,41 @@ def visible(mask: AttentionMask, rows: Tensor, length: int) -> Tensor:
     return seen[:, None]
 
 
+class Mirrored(TensorAxis):
+    """One rank of an axis, whose others hold what it holds: for what is refused, or drawn, before anything is sent."""
+
+    def __init__(self, rank: int = 0, size: int = 2) -> None:
+        self.rank, self.size, self.traffic = rank, size, Traffic()
+
+    def start_sum(self, x: Tensor, reduction: Reduction = "sum") -> Arriving:
+        return _Here(x * self.size if reduction == "sum" else x.clone())
+
+    def start_gather(self, x: Tensor, dim: int) -> Arriving:
+        return _Here(torch.cat([x.detach()] * self.size, dim))
+
+    def start_scatter_sum(self, x: Tensor, dim: int) -> Arriving:
+        raise NotImplementedError
+
+
+class _Here(Arriving):
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> Tensor:
+        return self._result
+
+
 class HandMadeDoor:
     """Calls a module as a door would, on one rank of a group.
 
     Args:
         length: Of the sequences.
         balance: How they are cut.
+        axis: The ranks; those of the process's group, if not given.
     """
 
-    def __init__(self, length: int, balance: Balance = "zigzag") -> None:
-        self.axis = open_axis(dist.group.WORLD)  # type: ignore[arg-type]
+    def __init__(self, length: int, balance: Balance = "zigzag", axis: TensorAxis | None = None) -> None:
+        self.axis = open_axis(dist.group.WORLD) if axis is None else axis  # type: ignore[arg-type]
         self.cut = SequenceCut(length, self.axis.size, balance)
         self.sequence = StepSequence(self.cut, self.axis)
         self.attention = GatheredAttention(self.axis)
@@ -97,8 +122,9 @@ class HandMadeDoor:
         }
 
     def __call__(self, model: nn.Module, documents: Tensor | None = None, **inputs: Any) -> Any:
+        local = self.local(inputs)
         with self.redirect.inside(self.inside(documents)):
-            return model(**self.local(inputs))
+            return model(**local)
 
     def close(self) -> None:
         self.axis.close()
@@ -152,4 +178,4 @@ def difference_from_one_process(
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+    return float((found.detach() - expected.detach()).abs().max() / expected.abs().max().clamp(min=1e-3))
