@@ -54,37 +54,53 @@ class Triangle(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Computes as with a plain tensor; follows the two values through what keeps the shape of a triangle."""
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
+            values = _values(name, args, kwargs)
             result = func(*args, **kwargs)
         if not isinstance(result, Tensor):
             return result
-        name = getattr(func, "__name__", "")
-        source = args[0] if args else None
-        values = _values(name, source, args[1:], kwargs) if isinstance(source, Triangle) else None
-        if values is None or result.shape[-2:] != source.shape[-2:]:
+        if values is None or result.shape[-2:] != args[0].shape[-2:]:
             return result.as_subclass(Tensor) if isinstance(result, Triangle) else result
         if result.dtype == torch.bool:
             values = (float(bool(values[0])), float(bool(values[1])))
         return cls.of(result, *values)
 
 
-def _values(name: str, source: Triangle, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
-    lower, upper = source.lower, source.upper
-    if source._version != source.made_at:
+def _values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
+    """The two values of what an operation makes of a triangle; ``None`` if that is none."""
+    if name in ("masked_fill", "masked_fill_"):
+        return _filled(*args) if len(args) == 3 else None
+    source = args[0] if args else None
+    if not isinstance(source, Triangle) or source._version != source.made_at:
         return None
-    if name in _KEPT and not any(isinstance(x, Tensor) for x in (*rest, *kwargs.values())):
+    lower, upper = source.lower, source.upper
+    if name in _KEPT and not any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values())):
         return lower, upper
     if name in _INVERTED and source.dtype == torch.bool:
         return 1 - lower, 1 - upper
-    if name in ("eq", "__eq__", "ne", "__ne__") and rest and isinstance(rest[0], int | float):
+    if name in ("eq", "__eq__", "ne", "__ne__") and len(args) == 2 and isinstance(args[1], int | float):
         is_equal = name.strip("_") == "eq"
-        return float((lower == rest[0]) is is_equal), float((upper == rest[0]) is is_equal)
-    if name == "masked_fill" and len(rest) == 2 and isinstance(rest[0], Triangle):
-        if not isinstance(rest[1], int | float):
-            return None
-        where = rest[0]
-        return float(rest[1]) if where.lower else lower, float(rest[1]) if where.upper else upper
+        return float((lower == args[1]) is is_equal), float((upper == args[1]) is is_equal)
     return None
+
+
+def _filled(x: Tensor, where: Any, value: Any) -> tuple[float, float] | None:
+    if not isinstance(where, Triangle) or where._version != where.made_at or not isinstance(value, int | float):
+        return None
+    if isinstance(x, Triangle):
+        lower, upper = (x.lower, x.upper) if x._version == x.made_at else (None, None)
+    else:
+        lower = upper = _number(x) if x.shape[-2:] == where.shape[-2:] else None
+    if lower is None or upper is None:
+        return None
+    return float(value) if where.lower else lower, float(value) if where.upper else upper
+
+
+def _number(x: Tensor) -> float | None:
+    """The number that a tensor consists of."""
+    low, high = x.aminmax() if x.dtype != torch.bool else (x.all(), x.any())
+    return float(low) if bool(low == high) else None
 
 
 def made(func: Callable[..., Any], x: Tensor, result: Tensor, diagonal: int) -> Tensor:
@@ -101,8 +117,7 @@ def made(func: Callable[..., Any], x: Tensor, result: Tensor, diagonal: int) -> 
         return result
     if isinstance(x, Triangle) or x.requires_grad:
         return result
-    low, high = x.aminmax() if x.dtype != torch.bool else (x.all(), x.any())
-    if bool(low != high):
+    value = _number(x)
+    if value is None:
         return result
-    value = float(low)
     return Triangle.of(result, *((value, 0.0) if is_lower else (0.0, value)))
