@@ -96,7 +96,7 @@ class RandomParts:
         used = tuple(generators(device)) if given is None else (given,)
         number = int(torch.empty((), dtype=torch.int64, device=used[0].device).random_(generator=used[0]).item())
         # Of the two streams of a device and of the CPU, only the one that is drawn from has to be set.
-        with _seeded(used[-1:], own_seed(number, sequence.rank if is_own else -1)):
+        with _Seeded(used[-1:], own_seed(number, sequence.rank if is_own else -1)):
             return func(*args, **kwargs)
 
     def _lengths(self, sequence: StepSequence) -> range:
@@ -117,7 +117,7 @@ def is_of_tokens(shape: tuple[int, ...], lengths: Iterable[int]) -> bool:
     return any(length in shape or (len(shape) == 2 and shape[0] % length == 0) for length in lengths)
 
 
-class _seeded(ExitStack):  # noqa: N801 - used as a function
+class _Seeded(ExitStack):
     """A context in which generators draw from a seed; afterwards they go on as if nothing had been drawn."""
 
     def __init__(self, used: Iterable[torch.Generator], seed: int) -> None:

@@ -36,12 +36,8 @@ _ADDING = frozenset(["add", "sub", "mul", "where", "__add__", "__radd__", "__iad
 _UNUSED = ("cache_utils.py", "masking_utils.py")
 _MIXER = re.compile(r"attention|attn|mixer|mamba|rwkv|ssm|retention|hyena|deltanet|recurren", re.IGNORECASE)
 
-_AT_USER_LEVEL = (
-    "The sequence is whole in training_step: do it there, with what the module returns, or take ContextParallel out of FiveD."
-)
-_BY_ATTENTION = (
-    "Only torch.nn.functional.scaled_dot_product_attention sees all tokens; for a Hugging Face model set attn_implementation='sdpa'."
-)
+_AT_USER_LEVEL = "The sequence is whole in training_step: do it there, with what the module returns, or take ContextParallel out of FiveD."
+_BY_ATTENTION = "Only torch.nn.functional.scaled_dot_product_attention sees all tokens; for a Hugging Face model set attn_implementation='sdpa'."
 _POSITIONS = (
     "Let its forward take position_ids, which it then is given as positions in the whole sequence, or compute what depends on positions in"
     " training_step."
@@ -185,7 +181,10 @@ def _finding(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: To
         return None
     tokens = found.tokens
     if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
-        return "normalises over the tokens of one rank alone, of all sequences", "Use a norm over features, such as LayerNorm."
+        return (
+            "normalises over the tokens of one rank alone, of all sequences",
+            "Use a norm over features, such as LayerNorm.",
+        )
     mixes = "mixes tokens of one rank alone"
     if name in _RECURRENT:
         return mixes, _AT_USER_LEVEL
@@ -225,7 +224,7 @@ def _finding(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: To
 
 def _keeps_all(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], length: int) -> bool:
     if name == "narrow":
-        return kwargs.get("length", args[3] if len(args) > 3 else None) == length
+        return bool(kwargs.get("length", args[3] if len(args) > 3 else None) == length)
     if name in ("split", "chunk"):
         size = args[1] if len(args) > 1 else next(iter(kwargs.values()))
         return bool(size == (length if name == "split" else 1))
@@ -254,7 +253,9 @@ def _einsum(args: Sequence[Any], dims: TokenDims) -> tuple[str, str] | None:
     operands = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
     if terms is None:
         return None
-    lettered = [{term[dim] for dim in dims.of(x).tokens if dim < len(term)} for term, x in zip(terms[0], operands, strict=False)]
+    lettered = [
+        {term[dim] for dim in dims.of(x).tokens if dim < len(term)} for term, x in zip(terms[0], operands, strict=False)
+    ]
     kept = [letters & set(terms[1]) for letters in lettered]
     summed = any(letters - set(terms[1]) for letters in lettered)
     return _crossed(len(set().union(*kept)) > 1 if kept else False, summed, dims)

@@ -85,16 +85,24 @@ def _read(inside: Inside, mask: Tensor, lead: Sequence[int], hides: bool) -> Rea
     cut = inside.sequence.cut
     shape = tuple(mask.shape)
     if mask.requires_grad:
-        raise refused(inside, f"adds a learned bias {shape} to its attention scores", "A bias of positions cannot be cut yet.")
+        raise refused(
+            inside, f"adds a learned bias {shape} to its attention scores", "A bias of positions cannot be cut yet."
+        )
     queries = mask.shape[-2] if mask.ndim > 1 else 1
     if mask.shape[-1] not in (cut.local, cut.length):
-        raise refused(inside, f"has an attention mask {shape} for {cut.local} keys", "Its last dimension has to be that of the tokens.")
+        raise refused(
+            inside,
+            f"has an attention mask {shape} for {cut.local} keys",
+            "Its last dimension has to be that of the tokens.",
+        )
     if mask.ndim > 2 and mask.shape[-3] > 1 and mask.stride(-3):
         raise refused(inside, f"has an attention mask {shape} with an entry for each of its heads", _WORKS)
     if queries == 1 or mask.stride(-2) == 0:
         return Reading(keys=_keys(inside, mask, lead, hides))
     if any(size > 1 and mask.stride(dim) for dim, size in enumerate(mask.shape[:-2])):
-        raise refused(inside, f"has an attention mask {shape} of pairs of tokens that differs between sequences", _WORKS)
+        raise refused(
+            inside, f"has an attention mask {shape} of pairs of tokens that differs between sequences", _WORKS
+        )
     if _is_causal(inside, mask, hides):
         return Reading(causal=True)
     raise refused(
@@ -114,7 +122,11 @@ def _keys(inside: Inside, mask: Tensor, lead: Sequence[int], hides: bool) -> Ten
     whole = row if row.shape[-1] == inside.sequence.cut.length else inside.sequence.gather(row.contiguous(), 1)
     seen = _seen(whole, hides)
     if seen is None:
-        raise refused(inside, f"has an attention mask {tuple(mask.shape)} that adds other numbers than 0 and -inf to scores", _WORKS)
+        raise refused(
+            inside,
+            f"has an attention mask {tuple(mask.shape)} that adds other numbers than 0 and -inf to scores",
+            _WORKS,
+        )
     return None if bool(seen.all()) else seen
 
 

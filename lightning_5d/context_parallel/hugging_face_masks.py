@@ -40,7 +40,9 @@ def stating_masks(inside: Inside | None) -> Iterator[None]:
     local = registry._local_mapping
     before = local.get("sdpa")
     names = [(masks, "find_packed_sequence_indices"), (attention, "use_gqa_in_sdpa")]
-    saved = [(module, name, vars(module)[name]) for module, name in names if module is not None and hasattr(module, name)]
+    saved = [
+        (module, name, vars(module)[name]) for module, name in names if module is not None and hasattr(module, name)
+    ]
     if inside is None:
         local.pop("sdpa", None)
         for module, name, function in saved:
@@ -124,14 +126,20 @@ def pattern_of(function: Callable[..., Any]) -> Pattern:
         kinds = {getattr(inner, "__qualname__", "").partition(".")[0] for inner in held["mask_functions"]}
         is_blocks = "blockwise_overlay" in kinds
         return Pattern(
-            unknown="blocks that see themselves whole (block_sequence_ids)" if is_blocks else "a union of masks (or_mask_function)"
+            unknown="blocks that see themselves whole (block_sequence_ids)"
+            if is_blocks
+            else "a union of masks (or_mask_function)"
         )
     return Pattern(unknown=f"a mask function that is not known ({kind})")
 
 
 def _held(function: Any) -> dict[str, Any]:
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return {} if code is None or cells is None else {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    return (
+        {}
+        if code is None or cells is None
+        else {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    )
 
 
 def _both(one: Pattern, other: Pattern) -> Pattern:

@@ -123,10 +123,7 @@ class Redirect(TorchFunctionMode):
 
     def _handled(self, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inside = self._inside
-        if handler is None or inside is None:
-            output = func(*args, **kwargs)
-        else:
-            output = handler(func, args, kwargs)
+        output = func(*args, **kwargs) if handler is None or inside is None else handler(func, args, kwargs)
         if self.watch is not None and inside is not None:
             self.watch.look(inside, func, args, kwargs, output)
         return output
@@ -164,7 +161,9 @@ class Redirect(TorchFunctionMode):
                 " attention_probs_dropout_prob=0 in the config of a Hugging Face model); dropout elsewhere may stay.",
             )
         if attn_mask is not None and is_causal:
-            raise ValueError("attn_mask must not be given with is_causal=True; one of them has to say what queries see.")
+            raise ValueError(
+                "attn_mask must not be given with is_causal=True; one of them has to say what queries see."
+            )
         mask = self._mask(inside, query, attn_mask, is_causal)
         if self.watch is not None:
             self.watch.attended(inside, query, key)
@@ -190,7 +189,9 @@ class Redirect(TorchFunctionMode):
         given = dict(zip(_MULTI_HEAD, args, strict=False)) | kwargs
         query, key = given["query"], given["key"]
         attn_mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
-        if not _meets(inside, query.shape[0], key.shape[0], attn_mask, given.get("is_causal", False) and attn_mask is None):
+        if not _meets(
+            inside, query.shape[0], key.shape[0], attn_mask, given.get("is_causal", False) and attn_mask is None
+        ):
             return func(*args, **kwargs)
         for name in ("bias_k", "static_k"):
             if given.get(name) is not None:
@@ -204,11 +205,15 @@ class Redirect(TorchFunctionMode):
             reading = self._masks.read(inside, attn_mask, lead, hides=True)
             causal, keys = reading.causal, reading.keys
         if padding is not None:
-            pad = self._masks.read(inside, padding[:, None, None] if is_batched else padding[None, None, None], lead, hides=True)
+            pad = self._masks.read(
+                inside, padding[:, None, None] if is_batched else padding[None, None, None], lead, hides=True
+            )
             keys = pad.keys if keys is None else keys if pad.keys is None else keys & pad.keys
         mask = AttentionMask(causal, keys=keys)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **rest: Any) -> Tensor:
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **rest: Any
+        ) -> Tensor:
             stated = StatedMask.of(mask, (1, 1, 1, 1), q.device)
             return self._attend(q, k, v, stated, dropout_p, **rest)
 
@@ -220,7 +225,9 @@ class Redirect(TorchFunctionMode):
     def _kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         query, key = args[:2]
         if self._open.sequence.cut.local in (query.shape[-2], key.shape[-2]):
-            raise refused(self._open, f"calls the kernel {func}", "Call torch.nn.functional.scaled_dot_product_attention.")
+            raise refused(
+                self._open, f"calls the kernel {func}", "Call torch.nn.functional.scaled_dot_product_attention."
+            )
         return func(*args, **kwargs)
 
     def _triangle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -251,7 +258,7 @@ class Untold(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuses."""
         if getattr(func, "__name__", "") in ("__get__", "__repr__", "dim", "detach"):
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         raise NotImplementedError(
             "The weights of an attention over a sequence that no rank holds whole (need_weights=True of torch.nn.MultiheadAttention) are"
             " not computed with ContextParallel. Use its first output alone."
@@ -272,7 +279,11 @@ def _meets(inside: Inside, queries: int, keys: int, attn_mask: Any, is_causal: b
     if queries != cut.local:
         return False
     if is_causal or isinstance(attn_mask, StatedMask):
-        raise refused(inside, f"has causal attention of its tokens to {keys} keys", "Causal attention has to be that of a sequence to itself.")
+        raise refused(
+            inside,
+            f"has causal attention of its tokens to {keys} keys",
+            "Causal attention has to be that of a sequence to itself.",
+        )
     if attn_mask is not None and attn_mask.ndim > 1 and attn_mask.shape[-2] > 1 and attn_mask.stride(-2):
         raise refused(
             inside,
@@ -298,7 +309,9 @@ def _folded(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x.to(dtype) if x.dtype != torch.float64 else x for x in (query, key, value))
     if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"Queries, keys and values of attention have to have one dtype, not {query.dtype}, {key.dtype} and {value.dtype}.")
+        raise ValueError(
+            f"Queries, keys and values of attention have to have one dtype, not {query.dtype}, {key.dtype} and {value.dtype}."
+        )
     shape, scale = query.shape, default_scale(query.shape[-1], scale)
     q, k, v = _four(query, None), _four(key, query), _four(value, query)
     if k.shape[1] != v.shape[1]:
@@ -326,7 +339,7 @@ def _four(x: Tensor, query: Tensor | None) -> Tensor:
 
 
 def _multi_head_with(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """torch's function, with another attention inside."""
+    """The function of torch, with another attention inside."""
     # Modes do not see what a function of torch calls itself. Its names are looked up where it was made; checked with torch 2.13.
     names = F.__dict__ | {"scaled_dot_product_attention": attend, "has_torch_function": lambda _: False}
     func = F.multi_head_attention_forward

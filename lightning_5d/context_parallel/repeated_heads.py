@@ -13,7 +13,13 @@ from torch import Tensor
 class RepeatedHeads:
     """Remembers what the last few tensors with repeated heads were made of."""
 
-    CALLS: ClassVar[tuple[Any, ...]] = (Tensor.reshape, torch.reshape, torch.repeat_interleave, Tensor.repeat_interleave, Tensor.flatten)
+    CALLS: ClassVar[tuple[Any, ...]] = (
+        Tensor.reshape,
+        torch.reshape,
+        torch.repeat_interleave,
+        Tensor.repeat_interleave,
+        Tensor.flatten,
+    )
     """Operations to tell `note` about."""
 
     def __init__(self) -> None:
@@ -34,7 +40,9 @@ class RepeatedHeads:
             batch, heads, times, tokens, size = x.shape
             if times > 1 and x.stride(2) == 0 and result.shape == (batch, heads * times, tokens, size):
                 self._last.append((ref(result), x[:, :, 0]))
-        elif x.ndim == 4 and func in (torch.repeat_interleave, Tensor.repeat_interleave) and result.shape[1] > x.shape[1]:
+        elif (
+            x.ndim == 4 and func in (torch.repeat_interleave, Tensor.repeat_interleave) and result.shape[1] > x.shape[1]
+        ):
             repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
             if isinstance(repeats, int) and (result.shape[0], *result.shape[2:]) == (x.shape[0], *x.shape[2:]):
                 self._last.append((ref(result), x))

@@ -69,7 +69,7 @@ class StatedMask(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _ASKED:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         mask = args[0] if args else None
         if name not in _KEPT or not isinstance(mask, StatedMask):
             raise MisconfigurationException(

@@ -25,7 +25,9 @@ _RESHAPES = frozenset(["reshape", "flatten", "view", "unflatten", "contiguous"])
 # Where operations that make something of several numbers take the dimension along which these lie.
 DIMENSIONS = {
     **DIMENSION,
-    **dict.fromkeys(["any", "all", "count_nonzero", "std_mean", "var_mean", "nanmean", "nansum", "cumulative_trapezoid"], 1),
+    **dict.fromkeys(
+        ["any", "all", "count_nonzero", "std_mean", "var_mean", "nanmean", "nansum", "cumulative_trapezoid"], 1
+    ),
     **dict.fromkeys(["linalg_vector_norm", "kthvalue", "quantile", "normalize"], 2),
 }
 
@@ -133,7 +135,14 @@ class TokenDims:
         return Followed(own=frozenset(dims))
 
     def _through(
-        self, name: str, place: int, x: Tensor, source: Followed, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+        self,
+        name: str,
+        place: int,
+        x: Tensor,
+        source: Followed,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Tensor,
     ) -> Followed:
         if _is_view(x, result):
             return self._viewed(x, source, result)
@@ -164,9 +173,7 @@ class TokenDims:
         def same(dims: Dims) -> Dims:
             strides = {x.stride(dim) for dim in dims}
             return frozenset(
-                dim
-                for dim in range(result.ndim)
-                if result.shape[dim] == self.length and result.stride(dim) in strides
+                dim for dim in range(result.ndim) if result.shape[dim] == self.length and result.stride(dim) in strides
             )
 
         tokens = same(source.tokens | source.rows)
@@ -174,7 +181,10 @@ class TokenDims:
         rows = frozenset(
             dim
             for dim in range(result.ndim)
-            if dim not in tokens and result.stride(dim) in strides and result.shape[dim] and result.shape[dim] % self.length == 0
+            if dim not in tokens
+            and result.stride(dim) in strides
+            and result.shape[dim]
+            and result.shape[dim] % self.length == 0
         )
         return Followed(tokens, rows if not tokens else _NONE, same(source.own))
 

@@ -201,6 +201,7 @@ def _found(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def generators(device: torch.device) -> Iterator[torch.Generator]:
+    """The generators that operations on a device draw from: that of the CPU, and its own."""
     yield torch.default_generator
     if device.type != "cpu":
         index = torch.accelerator.current_device_index() if device.index is None else device.index

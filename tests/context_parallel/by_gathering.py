@@ -148,7 +148,11 @@ def gradients(model: nn.Module, output: Tensor, weights: Tensor) -> dict[str, Te
 
 
 def difference_from_one_process(
-    door: HandMadeDoor, model: nn.Module, documents: Tensor | None = None, extra: Mapping[str, Any] | None = None, **inputs: Any
+    door: HandMadeDoor,
+    model: nn.Module,
+    documents: Tensor | None = None,
+    extra: Mapping[str, Any] | None = None,
+    **inputs: Any,
 ) -> float:
     """The largest difference of outputs and gradients of weights between all ranks and one process, relative to their size.
 

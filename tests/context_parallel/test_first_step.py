@@ -140,7 +140,7 @@ def test_the_decoder_runs_with_as_many_heads_rows_or_features_as_tokens(heads: i
     door = HandMadeDoor(length, axis=Mirrored())
     positions = door.sequence.positions(torch.device("cpu"))
     first_step(model, batch=2, length=length, position_ids=positions)
-    with pytest.raises(MisconfigurationException, match="counts the .* tokens of a rank from 0.*decoder.py"):
+    with pytest.raises(MisconfigurationException, match=r"counts the .* tokens of a rank from 0.*decoder\.py"):
         first_step(model, batch=2, length=length)
 
 
