@@ -13,7 +13,8 @@ aten = torch.ops.aten
 
 
 @EVERY.handles(aten.slice_backward.default)
-def _slice_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def slice_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Zeros around a piece, along another dimension than the one that is cut."""
     grad, sizes, dim, *rest = args
     if dim % grad.ndim == grad.cut_dim:
         return NotImplemented
@@ -82,7 +83,8 @@ def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @EVERY.handles(aten.cat.default, aten.stack.default)
-def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Parts one after the other, or in a new dimension."""
     parts, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = first_shown(parts)
     kind, place = type(first), first.cut_dim
