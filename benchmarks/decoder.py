@@ -38,8 +38,11 @@ class Attention(nn.Module):
         k_BGTH = self.k(x_BTD).view(b, t, self.kv_heads, self.depth).transpose(1, 2)
         v_BGTH = self.v(x_BTD).view(b, t, self.kv_heads, self.depth).transpose(1, 2)
         q_BNTH, k_BGTH = _rotate(q_BNTH, cos_TH, sin_TH), _rotate(k_BGTH, cos_TH, sin_TH)
-        y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BGTH, v_BGTH, is_causal=True, enable_gqa=True)
+        y_BNTH = self.mix(q_BNTH, k_BGTH, v_BGTH)
         return self.o(y_BNTH.transpose(1, 2).reshape(b, t, -1))
+
+    def mix(self, q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q_BNTH, k_BGTH, v_BGTH, is_causal=True, enable_gqa=True)
 
 
 def _rotate(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:

@@ -1,0 +1,164 @@
+"""Context parallelism on two ranks as a share of a ceiling, and at 4096 tokens beside one process.
+
+    python benchmarks/context.py [--size small|long|both] [--rounds 3] [--only "FiveD;rows"] [--rows 2]
+
+Two ranks of one thread on this machine; each holds half of the tokens of every sequence. Contestants take turns within each round, a
+share is the median over rounds of a ratio within the round, by wall time and by processor time, of tokens per second.
+
+*small*: the decoder at 512 tokens, batches of ``--rows`` times its rows. Two ceilings, each of two processes that exchange nothing and
+have as many tokens as a rank: *alone* computes on the tokens of a rank in zigzag order, with as many pairs of queries and keys in as
+few calls of the kernel as a rank has (`sequence_by_hand.alone`); *rows* computes on half of the rows, whole. The pairs are as many,
+but the kernel computes blocks of 512 keys in backward, whatever of them is masked, so short sequences cost more there.
+
+*long*: 4 layers at 4096 tokens, one row. Zigzag beside contiguous order, and beside one process with one thread and the other core idle,
+whose speed times two would be perfect.
+
+By hand: `sequence_by_hand`, in a bare loop with torch's DDP. FiveD: an unchanged module in a Trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks import sequence_by_hand
+from benchmarks.contestants import ceiling, trainer
+from benchmarks.decoder import SIZES, Size
+from benchmarks.ranks import RANKS, answers_of, timed
+
+WARM_UP = 2
+WHOLE_ROWS = ("rows", "one process")
+"""Contestants whose processes have whole sequences: half of the rows, or all of them."""
+
+
+def five_d(method: str, **options: Any) -> Callable[[], Any]:
+    """An unchanged module in a Trainer."""
+
+    def make() -> Any:
+        from lightning_5d import ContextParallel, FiveD
+
+        return FiveD(ContextParallel(RANKS, method=method, **options))
+
+    return make
+
+
+_RINGS = {
+    "FiveD ring, zigzag": trainer(five_d("ring")),
+    "FiveD ring, contiguous": trainer(five_d("ring", balance="contiguous")),
+}
+_OTHERS = {"FiveD ulysses": trainer(five_d("ulysses")), "FiveD all_gather": trainer(five_d("all_gather"))}
+_BY_HAND = {"all-gather by hand": sequence_by_hand.gathered, "ring-flash-attention": sequence_by_hand.ring}
+
+Contestants = Mapping[str, Callable[[Size], Any]]
+CONTESTANTS: dict[str, Contestants] = {
+    "small": {"alone": sequence_by_hand.alone, "rows": ceiling, **_BY_HAND, **_RINGS, **_OTHERS},
+    "long": {"one process": ceiling, "alone": sequence_by_hand.alone, **_BY_HAND, **_RINGS, **_OTHERS},
+}
+BENCHMARKS = {
+    "small": SIZES["small"],
+    "long": dataclasses.replace(SIZES["small"], layers=4, batch=1, tokens=4096),
+}
+TARGETS = {("small", "rows"): 0.93, ("long", "FiveD ring, contiguous"): 1.25, ("long", "one process"): 0.90}
+"""Of the ring in zigzag order, as a share of what is named."""
+
+
+def run_rank(rank: int, port: int, size_name: str, size: Size, name: str, ranks: int, steps: int, results: Any) -> None:
+    """One rank of one contestant in one round: puts (rank, seconds, processor seconds) of a step."""
+    generator = torch.Generator().manual_seed(rank if name in WHOLE_ROWS else 0)
+    batches: list[Any] = [
+        torch.randint(size.vocabulary, (2, size.batch, size.tokens), generator=generator).unbind()
+        for _ in range(WARM_UP + steps)
+    ]
+    make = CONTESTANTS[size_name][name]
+    timed(rank, port, lambda: make(size), batches, WARM_UP, name.startswith("FiveD"), results, ranks=ranks)
+
+
+def tokens_per_second(size_name: str, name: str, rows: int, steps: int) -> tuple[float, float]:
+    """Tokens that all ranks together compute in a second, and in a second of one processor."""
+    whole = BENCHMARKS[size_name]
+    whole = dataclasses.replace(whole, batch=whole.batch * rows)
+    ranks = 1 if name == "one process" else RANKS
+    own = dataclasses.replace(whole, batch=whole.batch // RANKS) if name == "rows" else whole
+    answers = answers_of(run_rank, size_name, own, name, ranks, steps, ranks=ranks)
+    wall, processor = (statistics.mean(values) for values in list(zip(*answers, strict=True))[1:])
+    tokens = whole.batch * whole.tokens
+    print(f"{size_name} {name}: {wall * 1e3:.0f} ms", file=sys.stderr, flush=True)
+    return tokens / wall, tokens / (processor * ranks)
+
+
+def compare(size_name: str, names: list[str], rounds: int, steps: int, rows: int) -> None:
+    """Runs the rounds and prints the table."""
+    size = BENCHMARKS[size_name]
+    speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in names:
+            try:
+                speeds[name].append(tokens_per_second(size_name, name, rows, steps))
+            except RuntimeError as error:
+                print(str(error)[-1500:], file=sys.stderr, flush=True)
+    complete = {name: values for name, values in speeds.items() if len(values) == rounds}
+    references = [name for name in ("alone", "rows", "one process") if name in complete]
+    print(f"\n{size_name}: {RANKS} ranks, {size.layers} layers, {size.batch * rows} x {size.tokens} tokens; ", end="")
+    print(f"{rounds} rounds of {steps} steps; tokens per second by wall / processor time, as a share of")
+    print(" " * 24 + "".join(f"{_said(reference):>18}" for reference in references) + f"{'tokens/s':>12}")
+    for name in names:
+        if name not in complete:
+            print(f"{name:24}  failed")
+            continue
+        shares = []
+        for reference in references:
+            wall, processor = _share(complete, name, reference)
+            shares.append(f"{wall:9.3f} / {processor:5.3f}")
+        speed = statistics.median(value for value, _ in complete[name])
+        print(f"{name:24}" + "".join(f"{share:>18}" for share in shares) + f"{speed:12.0f}", flush=True)
+    _judge(size_name, complete)
+
+
+def _share(complete: Mapping[str, list[tuple[float, float]]], name: str, reference: str) -> tuple[float, float]:
+    """Speed of one over that of the other, by wall and processor time; one process would be perfect on every rank."""
+    pairs = list(zip(complete[name], complete[reference], strict=True))
+    wall, processor = (statistics.median(a[i] / b[i] for a, b in pairs) for i in (0, 1))
+    return wall / (RANKS if reference == "one process" else 1), processor
+
+
+def _judge(size_name: str, complete: Mapping[str, list[tuple[float, float]]]) -> None:
+    zigzag = "FiveD ring, zigzag"
+    for (of_size, reference), target in TARGETS.items():
+        if of_size == size_name and zigzag in complete and reference in complete:
+            share, _ = _share(complete, zigzag, reference)
+            said = "met" if share >= target else "missed"
+            print(f"{zigzag} over {_said(reference)}: {share:.3f}, target {target}: {said}", flush=True)
+
+
+def _said(reference: str) -> str:
+    return f"{RANKS} x {reference}" if reference == "one process" else reference
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=(*BENCHMARKS, "both"), default="both")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps in each round")
+    parser.add_argument("--only", default="", help="names, or beginnings of names, separated by semicolons")
+    parser.add_argument("--rows", type=int, choices=(1, 2), default=2, help="rows of a batch, in those of the size")
+    arguments = parser.parse_args()
+    chosen = tuple(part.strip() for part in arguments.only.split(";")) if arguments.only else ("",)
+    for size_name in BENCHMARKS if arguments.size == "both" else (arguments.size,):
+        names = [name for name in CONTESTANTS[size_name] if name.startswith(chosen)]
+        rows = arguments.rows if size_name == "small" else 1
+        compare(size_name, names, arguments.rounds, arguments.steps, rows)
+
+
+if __name__ == "__main__":
+    main()
