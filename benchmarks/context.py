@@ -31,10 +31,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from benchmarks import sequence_by_hand
-from benchmarks.contestants import ceiling, trainer
-from benchmarks.decoder import SIZES, Size
+from benchmarks.contestants import LEARNING_RATE, ceiling, fit_and_tick
+from benchmarks.decoder import SIZES, PositionedDecoder, Size
 from benchmarks.ranks import RANKS, answers_of, timed
 
 WARM_UP = 2
@@ -42,22 +44,45 @@ WHOLE_ROWS = ("rows", "one process")
 """Contestants whose processes have whole sequences: half of the rows, or all of them."""
 
 
-def five_d(method: str, **options: Any) -> Callable[[], Any]:
-    """An unchanged module in a Trainer."""
+def module_of(size: Size) -> Any:
+    """An ordinary LightningModule: logits of the decoder, cross-entropy in its step."""
+    import lightning as L
 
-    def make() -> Any:
-        from lightning_5d import ContextParallel, FiveD
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.decoder = PositionedDecoder(size)
 
-        return FiveD(ContextParallel(RANKS, method=method, **options))
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            tokens_BT, targets_BT = batch
+            return F.cross_entropy(self.decoder(tokens_BT).flatten(0, 1), targets_BT.flatten())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, fused=True)
+
+    return Module()
+
+
+def five_d(method: str, **options: Any) -> Callable[[Size], Any]:
+    """That module in a Trainer; instead of a step it returns a function that fits and calls ``tick`` after every step."""
+
+    def make(size: Size) -> Any:
+        def fit(batches: list[tuple[Tensor, Tensor]], tick: Callable[[], None]) -> None:
+            from lightning_5d import ContextParallel, FiveD
+
+            fit_and_tick(module_of(size), FiveD(ContextParallel(RANKS, method=method, **options)), batches, tick)
+
+        return fit
 
     return make
 
 
 _RINGS = {
-    "FiveD ring, zigzag": trainer(five_d("ring")),
-    "FiveD ring, contiguous": trainer(five_d("ring", balance="contiguous")),
+    "FiveD ring, zigzag": five_d("ring"),
+    "FiveD ring, contiguous": five_d("ring", balance="contiguous"),
 }
-_OTHERS = {"FiveD ulysses": trainer(five_d("ulysses")), "FiveD all_gather": trainer(five_d("all_gather"))}
+_OTHERS = {"FiveD ulysses": five_d("ulysses"), "FiveD all_gather": five_d("all_gather")}
 _BY_HAND = {"all-gather by hand": sequence_by_hand.gathered, "ring-flash-attention": sequence_by_hand.ring}
 
 Contestants = Mapping[str, Callable[[Size], Any]]

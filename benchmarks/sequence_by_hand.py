@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.contestants import LEARNING_RATE
 from benchmarks.decoder import Decoder, Size
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-LEARNING_RATE = 1e-3
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
