@@ -49,4 +49,4 @@ def test_lines_for_people():
     assert text[0] == "Context axis of 2 (ring, contiguous): of 61 tokens, padded to 62, each rank holds 31."
     assert text[2:4] == ["rank 0  0-30       0.51", "rank 1  31-61      1.49"]
     many = describe_context("all_gather", SequenceCut(4096, 64), causal=False).splitlines()
-    assert [line.split("  ")[0] for line in many[2:]] == ["rank 0 ", "rank 1 ", "...", "rank 63"]
+    assert [line.split("  ")[0] for line in many[2:]] == ["rank 0", "rank 1", "...", "rank 63"]
