@@ -13,7 +13,8 @@ but the kernel computes blocks of 512 keys in backward, whatever of them is mask
 *long*: 4 layers at 4096 tokens, one row. Zigzag beside contiguous order, and beside one process with one thread and the other core idle,
 whose speed times two would be perfect.
 
-By hand: `sequence_by_hand`, in a bare loop with torch's DDP. FiveD: an unchanged module in a Trainer.
+By hand: `sequence_by_hand`, in a bare loop with torch's DDP. FiveD: an unchanged module in a Trainer. Bare: FiveD's attention in the loop by
+hand; these take part only where ``--only`` names them.
 """
 
 from __future__ import annotations
@@ -83,12 +84,18 @@ _RINGS = {
     "FiveD ring, contiguous": five_d("ring", balance="contiguous"),
 }
 _OTHERS = {"FiveD ulysses": five_d("ulysses"), "FiveD all_gather": five_d("all_gather")}
+_BARE = {
+    "bare ring, zigzag": sequence_by_hand.attention_of("ring"),
+    "bare ring, contiguous": sequence_by_hand.attention_of("ring", balance="contiguous"),
+    "bare ulysses": sequence_by_hand.attention_of("ulysses"),
+    "bare all_gather": sequence_by_hand.attention_of("all_gather"),
+}
 _BY_HAND = {"all-gather by hand": sequence_by_hand.gathered, "ring-flash-attention": sequence_by_hand.ring}
 
 Contestants = Mapping[str, Callable[[Size], Any]]
 CONTESTANTS: dict[str, Contestants] = {
-    "small": {"alone": sequence_by_hand.alone, "rows": ceiling, **_BY_HAND, **_RINGS, **_OTHERS},
-    "long": {"one process": ceiling, "alone": sequence_by_hand.alone, **_BY_HAND, **_RINGS, **_OTHERS},
+    "small": {"alone": sequence_by_hand.alone, "rows": ceiling, **_BY_HAND, **_RINGS, **_OTHERS, **_BARE},
+    "long": {"one process": ceiling, "alone": sequence_by_hand.alone, **_BY_HAND, **_RINGS, **_OTHERS, **_BARE},
 }
 BENCHMARKS = {
     "small": SIZES["small"],
@@ -174,15 +181,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=(*BENCHMARKS, "both"), default="both")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps in each round")
+    parser.add_argument("--steps", type=int, help="timed steps in each round (default: 3 small, 2 long)")
     parser.add_argument("--only", default="", help="names, or beginnings of names, separated by semicolons")
     parser.add_argument("--rows", type=int, choices=(1, 2), default=2, help="rows of a batch, in those of the size")
     arguments = parser.parse_args()
-    chosen = tuple(part.strip() for part in arguments.only.split(";")) if arguments.only else ("",)
+    usual = ";".join(name for name in CONTESTANTS["small"] | CONTESTANTS["long"] if name not in _BARE)
+    chosen = tuple(part.strip() for part in (arguments.only or usual).split(";"))
     for size_name in BENCHMARKS if arguments.size == "both" else (arguments.size,):
         names = [name for name in CONTESTANTS[size_name] if name.startswith(chosen)]
         rows = arguments.rows if size_name == "small" else 1
-        compare(size_name, names, arguments.rounds, arguments.steps, rows)
+        steps = arguments.steps or {"small": 3, "long": 2}[size_name]
+        compare(size_name, names, arguments.rounds, steps, rows)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,29 @@ def gathered(size: Size) -> Any:
     return trained(size, attend, zigzag(size.tokens, rank, ranks), _ddp)
 
 
+def attention_of(method: Any, **options: Any) -> Callable[[Size], Any]:
+    """This package's attention in the same loop: what is left of a strategy without doors and ZeRO."""
+
+    def make(size: Size) -> Any:
+        from lightning_5d.context_parallel.attention import open_attention
+        from lightning_5d.context_parallel.context import ContextParallel
+        from lightning_5d.context_parallel.masks import AttentionMask
+        from lightning_5d.mesh import AXES, ParallelMesh
+
+        ranks = dist.get_world_size()
+        plugin = ContextParallel(ranks, method=method, **options)
+        mesh = ParallelMesh.create(dict.fromkeys(AXES, 1) | {"cp": ranks}, "cpu")
+        attention, mask, cut = (
+            open_attention(method, plugin.ulysses, mesh),
+            AttentionMask(True),
+            plugin.cut(size.tokens),
+        )
+        positions_L = cut.positions(dist.get_rank())
+        return trained(size, lambda q, k, v: attention(q, k, v, mask, cut), positions_L, _ddp)
+
+    return make
+
+
 class _Gather(torch.autograd.Function):
     """Forward: all-gather along the sequence, in the order of positions. Backward: reduce-scatter."""
 
