@@ -294,3 +294,5 @@ class _Home:
         found = self._call.exchange.come_home(number, hop, rows, self._k)
         self.dk.add(rows, found.k, ours=False)
         self.dv.add(rows, found.v, ours=False)
+        del found
+        self._call.exchange.came_home()
