@@ -244,9 +244,10 @@ class HostMemory:
             self.receive(min(left, 1.0))
 
     def borrow(self, peer: Peer, tag: int, number: int) -> torch.Tensor:
-        """Waits for message ``number`` of ``tag``, of which this rank is the only reader; returns its bytes where they are.
+        """Waits for message ``number`` of ``tag``; returns its bytes where they are.
 
-        They belong to the caller. The peer is told that they have been read when no tensor refers to them any more.
+        They belong to the caller, if this rank is the only reader; else they may be read only. The peer is told that they have been read
+        when no tensor refers to them any more.
         """
         block, nbytes = self.await_ready(peer, tag, number)
         return peer.blocks[block].lend()[:nbytes]

@@ -154,6 +154,9 @@ def _shapes(rank: int, kind: str) -> None:
     with torch.no_grad():
         own = [cut.part(x, 2, rank) for x in whole[:3]]
         assert ring(*own, causal, cut).grad_fn is None  # type: ignore[misc]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ring(own[0].float(), own[1].float(), own[2].bfloat16(), causal, cut)
+        assert found.dtype == torch.bfloat16
     frozen = [own[0].clone().requires_grad_(), *own[1:]]
     ring(*frozen, causal, cut).sum().backward()  # type: ignore[misc]
     assert frozen[0].grad is not None
@@ -356,9 +359,13 @@ def _dies(rank: int, kind: str) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="gone"):
+
+    def go_on() -> None:
         out.backward(grad)
         ring(q, k, v, AttentionMask(), cut)
+
+    with pytest.raises(RuntimeError, match="gone"):
+        go_on()
     assert time.monotonic() - begin < 10
     raise RuntimeError("as expected")
 
