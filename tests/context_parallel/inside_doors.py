@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,8 +80,16 @@ def averaged(module: nn.Module) -> dict[str, Tensor]:
 Step = Callable[[Any, Any], Any]
 
 
-def compare(module: nn.Module, step: Step, batch: Any, **options: Any) -> Any:
-    """Asserts that a step in doors, forward and backward, is that of one process; returns what it returned."""
+def compare(module: nn.Module, step: Step, batch: Any, outside: Sequence[str] = (), **options: Any) -> Any:
+    """Asserts that a step in doors, forward and backward, is that of one process; returns what it returned.
+
+    Args:
+        module: Its parameters get gradients.
+        step: Computes the loss of the module and the batch.
+        batch: The same on all ranks.
+        outside: Parameters that are used at the user's level, whose gradients are whole on every rank by themselves.
+        options: Of the doors.
+    """
     reference = copy.deepcopy(module)
     whole = step(reference, batch)
     whole.backward()
@@ -94,6 +102,9 @@ def compare(module: nn.Module, step: Step, batch: Any, **options: Any) -> Any:
     finally:
         doors.close()
     torch.testing.assert_close(loss.detach(), whole.detach(), rtol=1e-5, atol=1e-6)
+    for name in outside:
+        mine, expected = (dict(one.named_parameters())[name].grad for one in (module, reference))
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     for name, grad in averaged(module).items():
         expected = dict(reference.named_parameters())[name].grad
         expected = torch.zeros_like(grad) if expected is None else expected
@@ -117,5 +128,3 @@ def causal_masks() -> Iterator[None]:
 def tokens(rows: int, length: int, vocabulary: int = 13, seed: int = 1) -> Tensor:
     """Token ids."""
     return torch.randint(1, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-

@@ -67,6 +67,11 @@ def _model(name: str, **options: Any) -> Any:
     return model.eval()  # no dropout
 
 
+def _own_loss(logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
+    picked = logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0)).squeeze(-1)
+    return -(picked * (labels[:, 1:] != -100)).sum() / labels.shape[1]
+
+
 def _causal(rank: int) -> None:
     with causal_masks():
         for name in ("llama", "gpt2"):
@@ -76,6 +81,10 @@ def _causal(rank: int) -> None:
             # Sums over all tokens of a window, as trainers divide them.
             compare(Wrapped(copy.deepcopy(model), num_items_in_batch=11), _step, _batch(8))
         assert "_loss_function" not in vars(model)
+        model.loss_function = _own_loss
+        module = Wrapped(model)
+        compare(module, _step, _batch(7))
+        assert module.model.loss_function is _own_loss
 
 
 def test_causal_models_shift_labels_over_cuts_and_get_global_positions(ranks: RankPool) -> None:
@@ -163,6 +172,8 @@ def _refused(rank: int) -> list[str]:
 
 def test_what_each_rank_would_make_of_its_tokens_alone_is_refused(ranks: RankPool) -> None:
     for router, keep, cache in ranks(2, _refused, backend="gloo", timeout=60):
-        assert "loss of model (MixtralForCausalLM)" in router and "output_router_logits=False" in router
-        assert "logits_to_keep=1" in keep and "4 of 8 tokens" in keep
+        assert "loss of model (MixtralForCausalLM)" in router
+        assert "output_router_logits=False" in router
+        assert "logits_to_keep=1" in keep
+        assert "4 of 8 tokens" in keep
         assert "use_cache=True" in cache
