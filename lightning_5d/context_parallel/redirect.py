@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_5d.context_parallel.attention import ContextAttention, default_scale
 from lightning_5d.context_parallel.dropout import DRAWS, RandomParts
 from lightning_5d.context_parallel.given_masks import GivenMasks
+from lightning_5d.context_parallel.hugging_face_loss import LOSSES, answer_loss
 from lightning_5d.context_parallel.hugging_face_masks import stating_masks
 from lightning_5d.context_parallel.inside import Inside
 from lightning_5d.context_parallel.masks import AttentionMask
@@ -86,6 +87,7 @@ class Redirect(TorchFunctionMode):
             **dict.fromkeys(_TRIANGLES, self._triangle),
             **dict.fromkeys(RepeatedHeads.CALLS, self._repeat),
             **dict.fromkeys(DRAWS, self._draw),
+            **dict.fromkeys(LOSSES, self._loss),
         }
 
     @contextmanager
@@ -122,7 +124,7 @@ class Redirect(TorchFunctionMode):
         return self._handled(func, handler, args, kwargs or {})
 
     def _handled(self, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inside = self._inside
+        inside = None if self._inside is None or self._inside.paused else self._inside
         output = func(*args, **kwargs) if handler is None or inside is None else handler(func, args, kwargs)
         if self.watch is not None and inside is not None:
             self.watch.look(inside, func, args, kwargs, output)
@@ -136,6 +138,10 @@ class Redirect(TorchFunctionMode):
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._attend(*args, **kwargs)
+
+    def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        answer = answer_loss(self._open, func, args, kwargs)
+        return func(*args, **kwargs) if answer is NotImplemented else answer
 
     def _attend(
         self,
