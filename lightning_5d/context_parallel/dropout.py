@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_5d.context_parallel.step_sequence import StepSequence
 from lightning_5d.tensor_parallel.random_regions import generators, own_seed
 
-_DROPOUT = (
+DROPOUT = (
     F.dropout,
     F.dropout1d,
     F.dropout2d,
@@ -38,6 +38,8 @@ _DROPOUT = (
     torch.rrelu,
     torch.rrelu_,
 )
+"""The functions of dropout, and what is like it."""
+
 _NOISE = (
     F.gumbel_softmax,
     torch.bernoulli,
@@ -54,7 +56,7 @@ _NOISE = (
 )  # fmt: skip
 _FACTORIES = (torch.rand, torch.randn)
 
-DRAWS = (*_DROPOUT, *_NOISE, *_FACTORIES)
+DRAWS = (*DROPOUT, *_NOISE, *_FACTORIES)
 """The functions that draw random numbers."""
 
 
@@ -77,7 +79,7 @@ class RandomParts:
             args: Its arguments.
             kwargs: Its arguments by name.
         """
-        if func in _DROPOUT and not _is_active(args, kwargs):
+        if func in DROPOUT and not is_active(args, kwargs):
             return func(*args, **kwargs)
         subject = None if func in _FACTORIES else args[0] if args else kwargs.get("input", kwargs.get("self"))
         if subject is None:
@@ -99,10 +101,10 @@ class RandomParts:
         with _Seeded(used[-1:], own_seed(number, sequence.rank if is_own else -1)):
             return func(*args, **kwargs)
 
-    def _lengths(self, sequence: StepSequence) -> range:
-        least = sequence.cut.local // self._tensor_size if self._tensor_size > 1 else sequence.cut.local
-        most = -(-sequence.cut.local // self._tensor_size)
-        return range(max(least, 1), max(most, least) + 1)
+    def _lengths(self, sequence: StepSequence) -> frozenset[int]:
+        """How many tokens there are along a dimension of tokens, inside and outside of what the tensor axis cuts again."""
+        local, size = sequence.cut.local, self._tensor_size
+        return frozenset([local, local // size, -(-local // size)]) - {0}
 
 
 def is_of_tokens(shape: tuple[int, ...], lengths: Iterable[int]) -> bool:
@@ -114,7 +116,7 @@ def is_of_tokens(shape: tuple[int, ...], lengths: Iterable[int]) -> bool:
     """
     if not shape or (len(shape) > 1 and all(size == 1 for size in shape[1:])):  # one number for a whole sample
         return False
-    return any(length in shape or (len(shape) == 2 and shape[0] % length == 0) for length in lengths)
+    return any(length in shape or (len(shape) == 2 and length > 1 and shape[0] % length == 0) for length in lengths)
 
 
 class _Seeded(ExitStack):
@@ -127,7 +129,8 @@ class _Seeded(ExitStack):
             generator.manual_seed(seed)
 
 
-def _is_active(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_active(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of dropout drops anything."""
     rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     return bool(rate) and bool(training)

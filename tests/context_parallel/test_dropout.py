@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_5d.context_parallel.dropout import is_of_tokens
+from lightning_5d.context_parallel.redirect import Redirect
 from lightning_5d.tensor_parallel.layout import Region, TensorLayout
 from lightning_5d.tensor_parallel.random_regions import RandomRegions
 from tests.context_parallel.by_gathering import HandMadeDoor, Mirrored
@@ -160,8 +161,21 @@ def test_ranks_of_both_axes_draw_their_own_inside_a_tensor_parallel_region() -> 
     assert len({float(after) for _, _, after in found.values()}) == 1
 
 
-def test_a_part_of_the_tokens_that_sequence_parallelism_cuts_again_is_known() -> None:
-    assert is_of_tokens((3, 4, 6), range(4, 9))
-    assert is_of_tokens((12, 6), range(4, 9))
+@pytest.mark.parametrize("shape", [(BATCH, LOCAL, WIDTH), (BATCH, 3, WIDTH), (BATCH * LOCAL, WIDTH)])
+def test_tokens_that_sequence_parallelism_cuts_again_get_their_own_numbers_as_well(shape: tuple[int, ...]) -> None:
+    masks = []
+    for rank in (0, 1):
+        door = HandMadeDoor(LENGTH, axis=Mirrored(rank))
+        torch.manual_seed(7)
+        redirect = Redirect(door.attention, tensor_size=3)
+        with redirect.inside(door.inside()):
+            masks.append(F.dropout(torch.ones(shape)))
+    assert not torch.equal(*masks)
+
+
+def test_tokens_are_known_by_their_shape() -> None:
+    assert is_of_tokens((3, 8, 6), [8])
+    assert is_of_tokens((24, 6), [8])
     assert not is_of_tokens((8, 1, 1), [8])
-    assert not is_of_tokens((3, 50, 6), [8])
+    assert not is_of_tokens((3, 50, 6), [8, 1])
+    assert not is_of_tokens((3, 6), [8, 1])
