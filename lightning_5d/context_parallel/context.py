@@ -94,9 +94,7 @@ class ContextParallel(Parallelism):
             return problems
         from lightning_5d.context_parallel.compatibility import module_problems
 
-        return module_problems(
-            context.module, self, tensor=context.sizes.get("tp", 1), cast=context.dtypes.compute is not None
-        )
+        return module_problems(context.module, self, tensor=context.sizes.get("tp", 1))
 
     def _mixture_problems(self) -> list[Problem]:
         if not _is_count(self.ulysses):

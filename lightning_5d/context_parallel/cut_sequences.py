@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_5d.context_parallel.attention import open_attention
 from lightning_5d.context_parallel.doors import Doors
+from lightning_5d.context_parallel.first_step import FirstStep
 from lightning_5d.context_parallel.redirect import Redirect
 from lightning_5d.context_parallel.shown import with_whole_sequences
 from lightning_5d.mesh import ParallelMesh
@@ -36,6 +37,8 @@ class CutSequences(Parallelized):
         self._axis = open_axis(mesh.group("cp"), mesh.device)
         self._attention = open_attention(plugin.method, plugin.ulysses, mesh)
         self._redirect = Redirect(self._attention, mesh.size("tp"))
+        self._guards = FirstStep(module, self._redirect)
+        self._stage = 0
         self._doors: Doors | None = None
 
     @override
@@ -63,11 +66,15 @@ class CutSequences(Parallelized):
 
     @override
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.doors.step(args, kwargs):
+        with self.doors.step(args, kwargs), self._guards.watching(self._kind()):
             output = step(*args, **kwargs)
         if self._plugin.whole_outputs and self._run_stage() != RunningStage.TRAINING:
             return with_whole_sequences(output)
         return output
+
+    @override
+    def part_begins(self, stage: int) -> None:
+        self._stage = stage
 
     @override
     def recompute_context(self) -> Callable[[], AbstractContextManager[None]]:
@@ -87,6 +94,10 @@ class CutSequences(Parallelized):
             self._doors.close()
         self._attention.close()
         self._axis.close()
+
+    def _kind(self) -> str:
+        stage = self._run_stage()
+        return f"{'' if stage is None else stage.value} {self._stage}"
 
     def _run_stage(self) -> RunningStage | None:
         trainer = getattr(self._module, "_trainer", None)

@@ -117,5 +117,3 @@ def causal_masks() -> Iterator[None]:
 def tokens(rows: int, length: int, vocabulary: int = 13, seed: int = 1) -> Tensor:
     """Token ids."""
     return torch.randint(1, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-

@@ -72,7 +72,15 @@ def _step(module: Any, batch: Any) -> Tensor:
 
 
 def _native(rank: int) -> None:
-    config = DecoderConfig(vocab_size=13, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, context_length=16)
+    config = DecoderConfig(
+        vocab_size=13,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        context_length=16,
+    )
     torch.manual_seed(0)
     model = LanguageModel(config)
     for length in (8, 7, 5):
