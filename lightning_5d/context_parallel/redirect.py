@@ -255,7 +255,7 @@ class Redirect(TorchFunctionMode):
         return result
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._random.draw(self._open.sequence, func, args, kwargs)
+        return self._random.draw(self._open, func, args, kwargs)
 
 
 class Untold(Tensor):
