@@ -55,9 +55,7 @@ def compare(
         return got
     weights = [numbers(*a.shape, dtype=a.dtype, seed=1) for a, _ in pairs]
     (gradient,) = torch.autograd.grad(sum((a * w).sum() for (a, _), w in zip(pairs, weights, strict=True)), leaf)
-    (local_gradient,) = torch.autograd.grad(
-        sum((b * w).sum() for (_, b), w in zip(pairs, weights, strict=True)), local
-    )
+    (local_gradient,) = torch.autograd.grad(sum((b * w).sum() for (_, b), w in zip(pairs, weights, strict=True)), local)
     assert type(local_gradient) is Tensor
     if not gradient.isnan().any():
         expected = over.part(gradient, 1) * over.cut.size

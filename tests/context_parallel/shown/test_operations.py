@@ -1,4 +1,3 @@
-# ruff: noqa: B023 - the expressions are run at once
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +13,19 @@ from tests.ranks import RankPool
 
 B, V = 2, 5
 Expression = Callable[[Tensor], Any]
-LAYOUTS: list[tuple[int, Balance, int]] = [(2, "zigzag", 11), (2, "contiguous", 8), (4, "zigzag", 9), (4, "contiguous", 13)]
+LAYOUTS: list[tuple[int, Balance, int]] = [
+    (2, "zigzag", 11),
+    (2, "contiguous", 8),
+    (4, "zigzag", 9),
+    (4, "contiguous", 13),
+]
 
 
 def drawn(*shape: int, high: int, seed: int = 0) -> Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def stay_apart(S: int) -> dict[str, Expression]:  # noqa: N803
+def stay_apart(S: int) -> dict[str, Expression]:
     mask = drawn(B, S, high=2, seed=4).bool()
     per_token, per_class, each = numbers(B, S, 1, seed=2), numbers(V, seed=3), numbers(B, S, V, seed=4)
     few, one = drawn(B, S, 3, high=V), drawn(B, S, 1, high=V)
@@ -97,7 +101,7 @@ def stay_apart(S: int) -> dict[str, Expression]:  # noqa: N803
     }  # fmt: skip
 
 
-def become_plain(S: int) -> dict[str, Expression]:  # noqa: N803
+def become_plain(S: int) -> dict[str, Expression]:
     mask = drawn(B, S, high=2, seed=4).bool()
     each, flags = numbers(B, S, V, seed=4), (numbers(B, S, V, seed=5) > 0).double()
     weight = numbers(V, seed=3).abs()
@@ -132,7 +136,7 @@ def become_plain(S: int) -> dict[str, Expression]:  # noqa: N803
     }  # fmt: skip
 
 
-def made_whole(S: int) -> dict[str, Expression]:  # noqa: N803
+def made_whole(S: int) -> dict[str, Expression]:
     each = numbers(B, S, V, seed=4)
     return {
         "cumsum": lambda x: x.cumsum(1),
