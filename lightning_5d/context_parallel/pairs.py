@@ -259,7 +259,8 @@ class PairMask(Pairs):
         return self.of(self.inside, self.conditions, torch.where(self.pair, seen, hidden), shape, self.device)
 
     def _filled(self, x: Tensor, where: Any, value: Any) -> PairMask | None:
-        if where is not self or isinstance(x, Pairs | Triangle) or not _is_number(value):
+        is_here = where is self
+        if not is_here or isinstance(x, Pairs | Triangle) or not _is_number(value):
             return None
         shape = _broadcast(self.shape, x.shape)
         number = number_of(x)
@@ -327,7 +328,8 @@ class Distances(Pairs):
 
     def follow(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pairs | None:
         """What an operation makes of it."""
-        if not args or args[0] is not self or kwargs:
+        is_first = bool(args) and args[0] is self
+        if not is_first or kwargs:
             return None
         if name in _SAME:
             return self
