@@ -122,12 +122,13 @@ class _Watch:
     def compared(self, inside: Inside, numbers: Tensor) -> None:
         """Looks at numbers of tokens of which a mask is made: those that a rank counted itself say nothing of the others' tokens."""
         dims = self._at(inside)
-        if dims is not None and dims.of(numbers).own:
-            cut = inside.sequence.cut
+        is_kept = id(numbers) in self._buffers or id(numbers._base) in self._buffers
+        if is_kept or (dims is not None and dims.of(numbers).own):
+            local, line = inside.sequence.cut.local, calling_line()
+            where = "" if line is None else f" ({line})"
+            what = "the first numbers of a buffer" if is_kept else "numbers that it counted"
             raise refused(
-                inside,
-                f"makes a mask of pairs of tokens ({calling_line()}) of numbers that it counted for {cut.local} tokens of a rank, from 0",
-                _POSITIONS,
+                inside, f"makes a mask of pairs of tokens{where} of {what} for {local} tokens of a rank", _POSITIONS
             )
 
     def look(self, inside: Inside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

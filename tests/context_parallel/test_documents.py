@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_5d import ContextParallel, FiveD, PipelineParallel, TensorParallel
 from lightning_5d.context_parallel.cut import Balance
 from lightning_5d.context_parallel.documents import StepDocuments
+from lightning_5d.context_parallel.first_step import FirstStep
 from lightning_5d.context_parallel.lengths import BatchLengths
 from lightning_5d.models import DecoderConfig, LanguageModel
 from tests.context_parallel.by_gathering import HandMadeDoor, Mirrored, difference_from_one_process
@@ -138,6 +139,31 @@ def test_what_says_nothing_of_all_tokens_is_refused(name: str) -> None:
     door = HandMadeDoor(12, axis=Mirrored())
     with pytest.raises(MisconfigurationException, match=re.compile(words, re.DOTALL)):
         door(Masked(mask), x=torch.randn(ROWS, 12, WIDTH), **packed(12, False))
+
+
+class Kept(Masked):
+    """Has a number for each position, of which a rank would take the first."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda d, p, k: self.blocks[:, : d.shape[1], None] == self.blocks[:, None, : d.shape[1]])
+        self.register_buffer("blocks", (torch.arange(64) // 8)[None])
+
+
+def _blocks(d: Tensor, p: Tensor, k: Tensor) -> Tensor:
+    block = torch.arange(5, 5 + d.shape[1]) // 100
+    return block[:, None] == block[None, :]
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [(partial(Masked, _blocks), "numbers that it counted"), (Kept, "first numbers of a buffer")]
+)
+def test_numbers_that_say_nothing_of_a_ranks_tokens_are_no_documents(module: Callable[[], Masked], words: str) -> None:
+    door, made = HandMadeDoor(14, axis=Mirrored()), module()
+    with (
+        pytest.raises(MisconfigurationException, match=rf"{words} for 8 tokens.*position_ids"),
+        FirstStep(made, door.redirect).watching("train"),
+    ):
+        door(made, x=torch.randn(ROWS, 14, WIDTH), **packed(14, False))
 
 
 def test_what_is_not_followed_is_the_table_of_own_pairs() -> None:
