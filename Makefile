@@ -3,8 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+SHORT  := trainer.max_steps=3 trainer.limit_val_batches=0 callbacks.checkpoint=null callbacks.loss_plot=null callbacks.text_sample=null
 
-.PHONY: demo memory-chart pipeline-chart test lint bench clean
+.PHONY: demo memory-chart pipeline-chart long-context-chart test lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -25,6 +26,11 @@ memory-chart: $(READY) ## draw the memory of ZeRO-1 in fp16 on 2 processes, in h
 
 pipeline-chart: $(READY) ## draw what a pipeline of 4 processes really does, in half a minute; SCHEDULE=zb_v for another schedule
 	$(BIN)/fived train recipe=pipeline_demo pipeline.schedule=$(or $(SCHEDULE),1f1b)
+
+long-context-chart: $(READY) ## draw the memory of one long sequence in one process beside four ranks that share it, in a minute
+	$(BIN)/fived train recipe=long_context context.size=1 $(SHORT) hydra.run.dir=outputs/long_context/one_process
+	$(BIN)/fived train recipe=long_context $(SHORT) hydra.run.dir=outputs/long_context/four_ranks
+	$(BIN)/python -m lightning_5d.memory outputs/long_context/one_process/memory "Sequences of 2048 tokens: one process, and four ranks of a context axis" --beside outputs/long_context/four_ranks/memory
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -123,7 +123,9 @@ def engine(stage: int) -> Callable[[Size], Step]:
     return make
 
 
-def fit_and_tick(module: Any, strategy: Any, batches: list[tuple[Tensor, Tensor]], tick: Callable[[], None]) -> None:
+def fit_and_tick(
+    module: Any, strategy: Any, batches: list[tuple[Tensor, Tensor]], tick: Callable[[], None], *callbacks: Any
+) -> None:
     """Fits a LightningModule to batches, and calls `tick` after every step."""
     import lightning as L
 
@@ -142,7 +144,7 @@ def fit_and_tick(module: Any, strategy: Any, batches: list[tuple[Tensor, Tensor]
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[Tick()],
+        callbacks=[Tick(), *callbacks],
     ).fit(module, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
 
 

@@ -38,8 +38,11 @@ class Attention(nn.Module):
         k_BGTH = self.k(x_BTD).view(b, t, self.kv_heads, self.depth).transpose(1, 2)
         v_BGTH = self.v(x_BTD).view(b, t, self.kv_heads, self.depth).transpose(1, 2)
         q_BNTH, k_BGTH = _rotate(q_BNTH, cos_TH, sin_TH), _rotate(k_BGTH, cos_TH, sin_TH)
-        y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BGTH, v_BGTH, is_causal=True, enable_gqa=True)
+        y_BNTH = self.mix(q_BNTH, k_BGTH, v_BGTH)
         return self.o(y_BNTH.transpose(1, 2).reshape(b, t, -1))
+
+    def mix(self, q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q_BNTH, k_BGTH, v_BGTH, is_causal=True, enable_gqa=True)
 
 
 def _rotate(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
@@ -79,8 +82,19 @@ class Decoder(nn.Module):
         self.register_buffer("sin", angle_TH.sin(), persistent=False)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        logits_BTV = self.logits(tokens_BT, self.cos, self.sin)
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+    def logits(self, tokens_BT: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
         x_BTD = self.embedding(tokens_BT)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, self.cos, self.sin)
-        logits_BTV = self.head(self.norm(x_BTD))
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+            x_BTD = layer(x_BTD, cos_TH, sin_TH)
+        return self.head(self.norm(x_BTD))
+
+
+class PositionedDecoder(Decoder):
+    """The same weights; ``forward(tokens, position_ids)`` returns logits, of any positions below the size's tokens, (1, T)."""
+
+    def forward(self, tokens_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        places = slice(tokens_BT.shape[1]) if position_ids is None else position_ids[0]
+        return self.logits(tokens_BT, self.cos[places], self.sin[places])

@@ -1,4 +1,4 @@
-"""Two ranks of a benchmark on this machine, each a process forked from this one."""
+"""Ranks of a benchmark on this machine, two if nothing else is said, each a process forked from this one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 RANKS = 2
 
 
-def join(rank: int, port: int) -> None:
+def join(rank: int, port: int, ranks: int = RANKS) -> None:
     """Makes this process, of one thread, that rank of the group, as torchrun would."""
     torch.set_num_threads(1)
     os.environ.update(
@@ -28,15 +28,15 @@ def join(rank: int, port: int) -> None:
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         NODE_RANK="0",
-        WORLD_SIZE=str(RANKS),
-        LOCAL_WORLD_SIZE=str(RANKS),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
         TORCHELASTIC_RUN_ID="benchmark",
         GROUP_RANK="0",
     )
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
 
 
-def answers_of(run_rank: Callable[..., None], *arguments: Any) -> list[tuple[Any, ...]]:
+def answers_of(run_rank: Callable[..., None], *arguments: Any, ranks: int = RANKS) -> list[tuple[Any, ...]]:
     """Runs ``run_rank(rank, port, *arguments, results)`` on every rank, and returns what each put into `results`.
 
     Raises:
@@ -47,7 +47,7 @@ def answers_of(run_rank: Callable[..., None], *arguments: Any) -> list[tuple[Any
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     results = context.Queue()
-    processes = [context.Process(target=run_rank, args=(rank, port, *arguments, results)) for rank in range(RANKS)]
+    processes = [context.Process(target=run_rank, args=(rank, port, *arguments, results)) for rank in range(ranks)]
     for process in processes:
         process.start()
     try:
@@ -72,6 +72,7 @@ def timed(
     fits: bool,
     results: Any,
     *more: Callable[[], float],
+    ranks: int = RANKS,
 ) -> None:
     """One rank of one contestant: puts its number, seconds and processor seconds of a step, and what `more` says at the end.
 
@@ -84,9 +85,10 @@ def timed(
         fits: See `make`.
         results: Where it puts them; a number and a traceback if something went wrong.
         more: Called at the end.
+        ranks: How many ranks there are.
     """
     try:
-        join(rank, port)
+        join(rank, port, ranks)
         wall, processor = [time.perf_counter()], [time.process_time()]
 
         def tick() -> None:

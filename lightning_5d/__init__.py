@@ -1,6 +1,7 @@
 """Five-dimensional parallel training for PyTorch Lightning: `Trainer(strategy=FiveD(...))`."""
 
 from lightning_5d.activation_checkpointing import ActivationCheckpointing
+from lightning_5d.context_parallel.context import ContextParallel
 from lightning_5d.data_parallel.zero import ZeRO
 from lightning_5d.loss_scaling import LossScaling
 from lightning_5d.parallelism import Parallelism, Problem, RunContext
@@ -14,6 +15,7 @@ from lightning_5d.tensor_parallel.tensor import TensorParallel
 
 __all__ = [
     "ActivationCheckpointing",
+    "ContextParallel",
     "FiveD",
     "FiveDPrecision",
     "LossScaling",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +20,8 @@ from lightning_5d.memory_budget import BudgetKeeping, MemoryBudget
 from lightning_5d.names import plain_name
 from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized, Problem, RunContext
 from lightning_5d.plan import ParallelPlan, find_plan
-from lightning_5d.recomputation import KEEP_INPUTS, CheckpointedForward, Keeping, Rerun
+from lightning_5d.recomputation import KEEP_INPUTS, CheckpointedForward, Context, Keeping, Rerun
+from lightning_5d.recompute_contexts import RecomputeContexts
 from lightning_5d.saved_activations import measure
 from lightning_5d.saved_operations import DEFAULT, GROUPS, ChosenOperations, SavedOperations, operations, unknown
 
@@ -134,7 +135,7 @@ class Checkpointed(Parallelized):
         self.names = units(module, options, plan)
         self.budget = MemoryBudget(float(options.memory_budget or 0.0)) if options.mode == "budget" else None
         self._told = False
-        self._around: list[Callable[[], AbstractContextManager[None]]] = []
+        self._contexts = RecomputeContexts()
         self._forwards: list[CheckpointedForward] = []
         for name in self.names:
             unit = module.get_submodule(name)
@@ -143,7 +144,7 @@ class Checkpointed(Parallelized):
                 keeping = BudgetKeeping(unit, self.budget)
             elif options.mode == "selective":
                 keeping = SelectiveKeeping(unit, SavedOperations(options.save or DEFAULT))
-            forward = CheckpointedForward(unit, keeping, self._step_contexts)
+            forward = CheckpointedForward(unit, keeping, self._around)
             unit.__dict__["forward"] = forward
             self._forwards.append(forward)
         configs: Iterator[Any] = (getattr(inner, "config", None) for inner in module.modules())
@@ -168,7 +169,7 @@ class Checkpointed(Parallelized):
 
     @override
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
-        self._around = [axis.step_context for axis in axes if axis is not self]
+        self._contexts = RecomputeContexts([axis for axis in axes if axis is not self])
 
     @override
     def after_backward(self) -> None:
@@ -188,12 +189,8 @@ class Checkpointed(Parallelized):
             restore(forward.module)
         self._forwards.clear()
 
-    @contextmanager
-    def _step_contexts(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for context in self._around:
-                stack.enter_context(context())
-            yield
+    def _around(self) -> Context:
+        return self._contexts.now()
 
 
 class InputKeeping:

@@ -18,7 +18,13 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost to innermost: neighbours in rank share `tp`, which needs the fastest links."""
 
 DATA_AXES = ("dp_replicate", "dp_shard")
-"""The axes whose ranks read different samples."""
+"""The axes whose ranks read different samples: samplers, weights of losses, logs and metrics go by them."""
+
+SHARD_AXES = ("dp_shard", "cp")
+"""The axes over which ZeRO shards. Ranks along ``cp`` hold parts of the same samples, and so parts of the same gradients."""
+
+GRADIENT_AXES = ("dp_replicate", *SHARD_AXES)
+"""The axes over which ZeRO averages gradients: all whose ranks hold the same weights and compute from other tokens."""
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
@@ -180,6 +186,24 @@ class ParallelMesh:
         """The ranks that read different samples and otherwise hold the same place as this one."""
         mesh = self.submesh(*DATA_AXES)
         return mesh.get_group() if mesh.ndim == 1 else mesh._flatten("dp").get_group()
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks that ZeRO averages gradients over, as it takes them: what it shards over, in replicas if there are any.
+
+        One dimension, or two: ``dp_replicate`` and then what is sharded over, which is ``dp_shard`` and ``cp`` as one. All ranks ask
+        for it together the first time.
+        """
+        parts = [self.device_mesh[axis] for axis in SHARD_AXES if axis in self.names and self.sizes[axis] > 1]
+        if len(parts) > 1:
+            parts = [self.device_mesh[SHARD_AXES]._flatten("_".join(SHARD_AXES))]
+        if self.sizes["dp_replicate"] > 1:
+            parts = [self.device_mesh["dp_replicate"], *parts]
+        if len(parts) < 2:
+            return parts[0] if parts else self.device_mesh["dp_shard"]
+        # Put together, not sliced: torch (checked with 2.13) will not slice a flattened axis for long. The root stays the same, which
+        # lets weights be spread over these axes and the tensor axis.
+        return DeviceMesh._concatenate(parts)
 
     @cached_property
     def replica_group(self) -> dist.ProcessGroup | None:

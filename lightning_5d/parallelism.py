@@ -8,7 +8,7 @@ module, with the state that needs. `FiveD` calls the hooks of both in a fixed or
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import Field, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -156,7 +156,7 @@ class Parallelized:
     """One axis at work on one module. Hooks that have nothing to do inherit these empty defaults."""
 
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
-        """Comes once, when all axes are at work on the module.
+        """Comes once, when all axes are at work on the module; inside out, so that hooks of an outer axis lie around those of others.
 
         Args:
             axes: All of them, this one included.
@@ -167,11 +167,16 @@ class Parallelized:
         return batch
 
     def step_context(self) -> AbstractContextManager[None]:
-        """A context around every step of the user, training or not.
-
-        Activation checkpointing enters it again around a block that backward runs again, after the step or inside of it.
-        """
+        """A context around every step of the user, training or not; and around what backward runs again of one, see `recompute_context`."""
         return nullcontext()
+
+    def recompute_context(self) -> Callable[[], AbstractContextManager[Any]]:
+        """What a part of a step has to run in when backward runs it again, as things are now, right before it runs first.
+
+        It is asked in the step, and what it gives is called as often as that part runs again, each time for a context: after the step or
+        inside of it, in any order with others of several microbatches. The step's own context if nothing changes within a step.
+        """
+        return self.step_context
 
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of a user's step function; an axis that has to do something around it overrides this."""
@@ -206,6 +211,28 @@ class Parallelized:
             complete: They were the last of this schedule.
             partly: Some of them have been added up, and the others come with a later action.
         """
+
+    # [Note: tensors of an axis between stages]
+    # What one stage of a pipeline hands to the next may be a tensor that only another axis understands: one that looks whole and holds
+    # a part. It travels as a plain one, with gradients, and with a description that is agreed on once per signature of inputs. The code
+    # around the blocks goes on with what it would have without stages.
+    def plain_form(self, tensor: Tensor) -> tuple[Tensor, Hashable] | None:
+        """A tensor subclass of this axis as a plain tensor, for another stage; ``None`` for what is not this axis's.
+
+        Args:
+            tensor: What a stage hands on, with its graph.
+
+        Returns:
+            A plain tensor, with a graph, and how it is to be read: something small that can be compared and pickled.
+
+        Raises:
+            TypeError: If it cannot be handed on.
+        """
+        return None
+
+    def from_plain_form(self, plain: Tensor, form: Any) -> Tensor:
+        """The reverse, on another stage; with a graph where the plain one is trained."""
+        raise NotImplementedError
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Comes before the forward of each training microbatch.

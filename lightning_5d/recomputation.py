@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lightning_5d.replaced_forward import ReplacedForward
 
-Context = Callable[[], AbstractContextManager[None]]
+Context = Callable[[], AbstractContextManager[Any]]
 Rerun = Callable[[], AbstractContextManager[tuple[Callable[[], Any], list[Tensor]]]]
 
 
@@ -55,12 +55,12 @@ class CheckpointedForward(ReplacedForward):
     Args:
         module: The module.
         keeping: What is kept besides inputs.
-        step_context: What a step runs in; entered again around a recomputation.
+        around: Gives, before a first run, what later ones have to run in.
     """
 
-    def __init__(self, module: nn.Module, keeping: Keeping, step_context: Context) -> None:
+    def __init__(self, module: nn.Module, keeping: Keeping, around: Callable[[], Context]) -> None:
         super().__init__(module)
-        self.keeping, self.step_context = keeping, step_context
+        self.keeping, self.around = keeping, around
         self.written = Written(module)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class CheckpointedForward(ReplacedForward):
         return {"module": self.module, "keeping": self.keeping, "previous": self.previous}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, step_context=nullcontext, written=Written(state["module"]))
+        self.__dict__.update(state, around=_nothing, written=Written(state["module"]))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module, to be run again when a backward needs it."""
@@ -120,7 +120,7 @@ class Call:
 
     def contexts(self, policy: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What the first run and later runs happen in."""
-        surroundings = Surroundings(self.owner.step_context, self.owner.written)
+        surroundings = Surroundings(self.owner.around, self.owner.written)
         if policy is KEEP_INPUTS:
             return Entered(surroundings.first), Entered(surroundings.again)
         caching, cached = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
@@ -134,10 +134,10 @@ class Call:
         given, self._given = self._given, None
         accelerators = sorted({t.device.index or 0 for t in inputs if t.device.type not in ("cpu", "meta")})
         kind = next((t.device.type for t in inputs if t.device.type not in ("cpu", "meta")), "cuda")
-        surroundings = Surroundings(self.owner.step_context, self.owner.written)
+        surroundings = Surroundings(self.owner.around, self.owner.written)
         surroundings.note()
         try:
-            with torch.random.fork_rng(devices=accelerators, device_type=kind), surroundings.again(step_context=False):
+            with torch.random.fork_rng(devices=accelerators, device_type=kind), surroundings.again(axes=False):
                 yield partial(self, *inputs), inputs
         finally:
             self._given = given
@@ -150,11 +150,12 @@ class Surroundings:
     (running statistics, the vectors of a spectral norm): a second run sees their old values and leaves no new ones.
     """
 
-    def __init__(self, step_context: Context, written: Written) -> None:
-        self._step_context, self._written = step_context, written
+    def __init__(self, around: Callable[[], Context], written: Written) -> None:
+        self._around, self._written = around, written
 
     def note(self) -> None:
         """Writes down how things are now."""
+        self._axes = self._around()
         self._generators: tuple[Any, Any] | None = (random.getstate(), np.random.get_state())
         self._dtype = torch.get_default_dtype()
         self._buffers = self._written.before()
@@ -170,12 +171,12 @@ class Surroundings:
             self._generators = None  # nothing to hold and to set for one that draws no such numbers
 
     @contextmanager
-    def again(self, step_context: bool = True) -> Iterator[None]:
+    def again(self, axes: bool = True) -> Iterator[None]:
         """Around any later run."""
         dtype = torch.get_default_dtype()
         with ExitStack() as stack:
-            if step_context:
-                stack.enter_context(self._step_context())
+            if axes:
+                stack.enter_context(self._axes())
             stack.enter_context(swapped(self._buffers))
             stack.enter_context(_casts_not_kept())
             if self._generators is not None:
@@ -185,6 +186,10 @@ class Surroundings:
                 yield
             finally:
                 torch.set_default_dtype(dtype)
+
+
+def _nothing() -> Context:
+    return nullcontext
 
 
 @contextmanager

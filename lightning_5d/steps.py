@@ -24,6 +24,7 @@ from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_l
 from lightning_5d.parallelism import Parallelized
 from lightning_5d.precision import FiveDPrecision
 from lightning_5d.random_streams import step_stream
+from lightning_5d.recompute_contexts import RecomputeContexts
 from lightning_5d.scheduling import PostValidation, Scheduling, StepRun, looks_at_gradients
 from lightning_5d.skipped_steps import LOSS_SCALE, SkippedSteps, holding_schedules
 
@@ -139,6 +140,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
                 self._scheduling.begin_step(self._step_run(backward, reseed))
             for applied in self.parallelized:
                 contexts.enter_context(applied.step_context())
+            contexts.enter_context(RecomputeContexts(self.parallelized).of_others())
             batch, *rest = args or (None,)
             for applied in self.parallelized:
                 batch = applied.shard_batch(batch)

@@ -355,7 +355,7 @@ class FiveD(ParallelSteps):
         precision.cast_activations(module, [module.get_submodule(name) for name in plan.block_names(module)])
         plugins = [plugin.surveyed(module, plan) for plugin in self.plugins]
         self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in plugins]
-        for applied in self.parallelized:
+        for applied in reversed(self.parallelized):
             applied.all_at_work(self.parallelized)
         if meta_tensors(module):
             materialize(module, self.root_device, forms=self.forms.by_name)

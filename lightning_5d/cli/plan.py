@@ -1,11 +1,11 @@
-"""`fived plan show`: what a tensor axis would make of a configured model, without starting ranks."""
+"""`fived plan show`: what a tensor axis would make of a configured model, and a context axis of its sequences, without starting ranks."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +14,20 @@ from torch import nn
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from lightning_5d.context_parallel.context import ContextParallel
     from lightning_5d.plan import ParallelPlan
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `fived plan` to its parser."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    show = actions.add_parser("show", help="a table of what becomes of each module on the tensor axis")
+    show = actions.add_parser(
+        "show", help="what becomes of each module on the tensor axis, of sequences on the context axis"
+    )
     show.add_argument("--tensor", type=int, metavar="N", help="ranks of the axis (default: the configured strategy's)")
+    show.add_argument(
+        "--length", type=int, metavar="S", help="tokens of a sequence (default: those of the configured data)"
+    )
     show.add_argument("--sequence-parallel", action="store_true", help="cut the sequence as well")
     show.add_argument(
         "overrides", nargs="*", metavar="OVERRIDE", help="what `fived train` takes, as recipe=NAME, model=NAME"
@@ -36,8 +42,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
     try:
         config = _composed(arguments.overrides)
-        size, sequence, given = _settings(config, arguments)
-        text, status = _shown(_model(config), given, size, sequence)
+        axes = _settings(config, arguments)
+        model = _model(config)
+        text, status = "", 0
+        if axes.tensor is not None:
+            text, status = _shown(model, axes.plan, axes.tensor, axes.sequence_parallel)
+        if axes.context is not None and not status:
+            length = arguments.length or int(config.data.sequence_length)
+            text = "\n\n".join(filter(None, [text, _sequences(axes.context, length, model)]))
     except (
         ValueError,
         TypeError,
@@ -80,8 +92,17 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
         return compose("train", list(overrides))
 
 
-def _settings(config: DictConfig, arguments: argparse.Namespace) -> tuple[int, bool, ParallelPlan | None]:
-    """Ranks, whether the sequence is cut, and the plan that the strategy is given."""
+@dataclass(frozen=True)
+class _Axes:
+    """What is to be shown: ranks of the tensor axis, whether it cuts the sequence, the plan given to the strategy, the context plugin."""
+
+    tensor: int | None
+    sequence_parallel: bool
+    plan: ParallelPlan | None
+    context: ContextParallel | None
+
+
+def _settings(config: DictConfig, arguments: argparse.Namespace) -> _Axes:
     from lightning_5d.cli.build import build
     from lightning_5d.plan import ParallelPlan
     from lightning_5d.strategy import FiveD
@@ -90,15 +111,32 @@ def _settings(config: DictConfig, arguments: argparse.Namespace) -> tuple[int, b
     plugins: Sequence[Any] = strategy.plugins if isinstance(strategy, FiveD) else ()
     plan = strategy.plan if isinstance(strategy, FiveD) else None
     tensor = next((plugin for plugin in plugins if plugin.axis == "tensor"), None)
+    context = next((plugin for plugin in plugins if plugin.axis == "context"), None)
     styles = getattr(tensor, "plan", None)
     if styles:
         plan = replace(plan or ParallelPlan(), tensor=styles)
-    size = arguments.tensor or getattr(tensor, "size", None)
-    if size is None:
-        raise ValueError("The configured strategy has no tensor axis; give --tensor N, the number of its ranks.")
-    if size < 1:
+    size = getattr(tensor, "size", None) if arguments.tensor is None else arguments.tensor
+    if size is None and context is None:
+        raise ValueError(
+            "The configured strategy has no tensor axis; give --tensor N, the number of its ranks. (Nor a context axis: strategy=context.)"
+        )
+    if size is not None and size < 1:
         raise ValueError(f"--tensor {size} is not at least 1.")
-    return size, arguments.sequence_parallel or bool(getattr(tensor, "sequence_parallel", False)), plan
+    if arguments.length is not None and arguments.length < 1:
+        raise ValueError(f"--length {arguments.length} is not at least 1.")
+    return _Axes(size, arguments.sequence_parallel or bool(getattr(tensor, "sequence_parallel", False)), plan, context)
+
+
+def _sequences(context: ContextParallel, length: int, model: nn.Module) -> str:
+    """What the context axis makes of sequences; what it sends where the heads are known."""
+    from lightning_5d.context_parallel.report import AttentionShape, describe_context
+    from lightning_5d.models import LanguageModel
+
+    shape = None
+    if isinstance(model, LanguageModel):
+        config = model.decoder.config
+        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_size)
+    return describe_context(context.method, context.cut(length), shape)
 
 
 def _model(config: DictConfig) -> nn.Module:

@@ -27,6 +27,7 @@ class SequenceCut:
         size: Ranks of the axis, c.
         balance: How the places of the ring share the sequence.
         ulysses: Ranks per place, u; divides c.
+        pieces: Into how many equal pieces what a rank holds of each span can be cut further; padding sees to it.
 
     Source: Brandon et al., "Striped Attention" (2023), and the zigzag order of Llama 3 (2024), section 3.3.2, for the balance.
     """
@@ -35,6 +36,12 @@ class SequenceCut:
     size: int
     balance: Balance = "zigzag"
     ulysses: int = 1
+    pieces: int = 1
+
+    @property
+    def of_places(self) -> SequenceCut:
+        """The same spans, cut over the places of the ring."""
+        return SequenceCut(self.length, self.places, self.balance, 1, self.ulysses * self.pieces)
 
     @property
     def places(self) -> int:
@@ -49,7 +56,7 @@ class SequenceCut:
     @property
     def multiple(self) -> int:
         """What the padded length is a multiple of."""
-        return self.size * self.spans_per_place
+        return self.size * self.spans_per_place * self.pieces
 
     @property
     def padded(self) -> int:

@@ -50,7 +50,7 @@ class _Reading(Arrival):
             if nbytes != bytes_sent:
                 raise RuntimeError(
                     f"Rank {peer.rank} sent {nbytes} bytes where rank {rank} expected {bytes_sent}: "
-                    "the ranks of a data group must hold the same parameters."
+                    "the ranks of a group must have the same parameters and batches of one shape."
                 )
             theirs = peer.blocks[number].view()[:nbytes].view(sent.dtype)
             if self._share_of is not None:
@@ -83,9 +83,15 @@ class SharedMemory(Transport):
         self._sequence: dict[int, int] = {}
 
     @classmethod
-    def connect(cls, group: dist.ProcessGroup, timeout_s: float) -> SharedMemory | None:
-        """Connects all ranks of ``group``, or returns None on all of them if one cannot reach another this way."""
-        host = HostMemory.connect(group, timeout_s, "data group")
+    def connect(cls, group: dist.ProcessGroup, timeout_s: float, group_name: str = "data group") -> SharedMemory | None:
+        """Connects all ranks of ``group``, or returns None on all of them if one cannot reach another this way.
+
+        Args:
+            group: The ranks.
+            timeout_s: The longest wait for one.
+            group_name: What the group is called in errors.
+        """
+        host = HostMemory.connect(group, timeout_s, group_name)
         return None if host is None else cls(group, host)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

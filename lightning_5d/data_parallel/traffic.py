@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "send", "all_to_all"]
 
 
 @dataclass
@@ -14,7 +14,8 @@ class Traffic:
 
     Bytes are those of the *whole* tensor that a collective works on (padded to a multiple of the ranks), whatever
     part of it travels: M for gathering or scattering M bytes. Tiny control messages (which parameters were used)
-    are not counted. A ``"send"``, which is listed once there was one, has the bytes that go from this rank to one other.
+    are not counted. A ``"send"``, which is listed once there was one, has the bytes that go from this rank to one other, and
+    an ``"all_to_all"``, likewise, all that a rank shares out.
     """
 
     calls: dict[str, int] = field(default_factory=lambda: {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0})
@@ -27,7 +28,7 @@ class Traffic:
 
     @property
     def volume(self) -> int:
-        """Bytes in units in which a gather, a scatter or a send of M bytes is M, and an all-reduce, being two, is 2M."""
+        """Bytes in units in which a gather, a scatter, a send or an all-to-all of M bytes is M, and an all-reduce, being two, is 2M."""
         return sum(self.bytes.values()) + self.bytes["all_reduce"]
 
     def reset(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import nn
 
-from lightning_5d.mesh import DATA_AXES, nearest_divisor
+from lightning_5d.mesh import GRADIENT_AXES, nearest_divisor
 from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized, Problem, RunContext, Size
 
 if TYPE_CHECKING:
@@ -39,11 +39,14 @@ class ZeRO(Parallelism):
     | 2 | gradients are reduced after each microbatch, and held whole for one only | (1 + microbatches) M |
     | 3 | also, a part's parameters are gathered for each of its forwards, backwards and weight gradients, and freed after it | 3M to 4M per microbatch |
 
+    With a context axis its ranks join in: they compute from other tokens with the same weights. State is kept once over data
+    ranks times context ranks, also where there is one data rank.
+
     Args:
         stage: 0, 1, 2 or 3.
-        replicate: Size of the outer, replicated data axis: state is sharded inside groups of ``data ranks / replicate`` and
-            equal between them (HSDP).
-        size: Number of data ranks, ``"auto"`` for what other axes leave of the world.
+        replicate: Size of the outer, replicated data axis: state is sharded inside groups of ``data ranks / replicate`` (times
+            context ranks) and equal between them (HSDP).
+        size: Number of data ranks, those that read different samples; ``"auto"`` for what other axes leave of the world.
         offload: ``"cpu"`` keeps sharded parameters and optimizer states in host memory between uses.
         per_microbatch: Stages 2 and 3 under a pipeline: saves memory in each microbatch, for the traffic above. Without a
             pipeline they do so in any case.
@@ -108,7 +111,7 @@ class ZeRO(Parallelism):
         if context.module is not None and not problems:
             from lightning_5d.data_parallel.compatibility import module_problems
 
-            ranks = math.prod(context.sizes[axis] for axis in DATA_AXES)
+            ranks = math.prod(context.sizes[axis] for axis in GRADIENT_AXES)
             trainer = getattr(context.module, "_trainer", None)
             callbacks = getattr(trainer, "callbacks", ())
             cast = context.dtypes.compute is not None
@@ -138,7 +141,7 @@ class ZeRO(Parallelism):
             synchronize=False,
             per_microbatch=self.per_microbatch,
         )
-        return ShardedData(module, blocks, mesh.submesh(*DATA_AXES), options)
+        return ShardedData(module, blocks, mesh.shard_mesh, options)
 
 
 def _is_count(value: object) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_5d.memory.categories import colours
 from lightning_5d.memory.layout import SMALLEST, Layout
+from lightning_5d.memory.record import Bytes
 from lightning_5d.memory.summary import MemorySummary, readable, unit_for
 
 _STRIP = {"gather": "0.93", "forward": "0.86", "backward": "0.72", "clip": "0.60", "step": "0.50", "evaluation": "0.90"}
@@ -42,7 +45,7 @@ def stacked(layout: Layout, title: str) -> Figure:
     axes.set_ylim(0, max(layout.totals, default=1) / scale * 1.03 or 1)
     axes.grid(axis="y", alpha=0.35)
     axes.set_axisbelow(False)
-    _draw_strip(strip, layout)
+    draw_strip(strip, layout)
     figure.suptitle(title, fontsize=15, x=0.01, ha="left")
     handles, labels = axes.get_legend_handles_labels()
     legend = figure.legend(
@@ -54,7 +57,8 @@ def stacked(layout: Layout, title: str) -> Figure:
     return figure
 
 
-def _draw_strip(strip: Axes, layout: Layout) -> None:
+def draw_strip(strip: Axes, layout: Layout) -> None:
+    """A strip that names the phases."""
     strip.set_ylim(0, 1)
     for stretch in layout.stretches:
         if stretch.name in _STRIP:
@@ -77,13 +81,8 @@ def side_by_side(summary: MemorySummary, title: str) -> Figure:
     figure = Figure(figsize=(max(7.5, 3.5 + 0.5 * len(summary.ranks)), 5.5), layout="constrained")
     axes = figure.subplots()
     scale, unit = unit_for([peak.total for peak in summary.ranks])
-    colour = colours(names)
-    bottoms = [0.0] * len(summary.ranks)
     positions = range(len(summary.ranks))
-    for name in names:
-        heights = [peak.peak.get(name, 0) / scale for peak in summary.ranks]
-        axes.bar(positions, heights, bottom=bottoms, color=colour[name], label=name, width=0.6)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    bottoms = draw_bars(axes, positions, [peak.peak for peak in summary.ranks], names, scale)
     if len(summary.ranks) <= 16:
         for position, (peak, top) in enumerate(zip(summary.ranks, bottoms, strict=True)):
             axes.annotate(readable(peak.total), (position, top), (0, 3), textcoords="offset points", ha="center")
@@ -101,3 +100,16 @@ def side_by_side(summary: MemorySummary, title: str) -> Figure:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=11, frameon=False, title="held as")
     return figure
+
+
+def draw_bars(
+    axes: Axes, positions: Iterable[float], peaks: Sequence[Bytes], names: Sequence[str], scale: int
+) -> list[float]:
+    """Bars of stacked categories; returns where each ends."""
+    colour = colours(names)
+    bottoms = [0.0] * len(peaks)
+    for name in names:
+        heights = [peak.get(name, 0) / scale for peak in peaks]
+        axes.bar(list(positions), heights, bottom=bottoms, color=colour[name], label=name, width=0.6)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    return bottoms

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_5d.parallelism import Parallelized
-from lightning_5d.pipeline_parallel.payload import PayloadSpec, take_apart
+from lightning_5d.pipeline_parallel.payload import Forms, PayloadSpec, take_apart
 from lightning_5d.pipeline_parallel.program import Message, Program, Step
 from lightning_5d.pipeline_parallel.schedule import Kind
 from lightning_5d.pipeline_parallel.stage import Boundary
@@ -139,7 +139,7 @@ class Executor:
         self._cut, self._channels, self._deferred, self._device = cut, channels, deferred, device
         self._begins = [axis.part_begins for axis in axes if type(axis).part_begins is not Parallelized.part_begins]
         self._ends = [axis.part_ends for axis in axes if type(axis).part_ends is not Parallelized.part_ends]
-        self._dynamic = dynamic
+        self._dynamic, self._forms = dynamic, Forms(axes)
         self._specs: dict[tuple[int, int, Hashable], PayloadSpec] = {}
         # Which of the trained tensors of a payload get a gradient; the others are used behind a `detach`, or not at all.
         self._returned: dict[tuple[int, int, Hashable], tuple[bool, ...]] = {}
@@ -239,7 +239,7 @@ class Executor:
                 received = tuple(
                     tensor.requires_grad_() for tensor, leaf in zip(tensors, spec.tensors, strict=True) if leaf.trained
                 )
-            payload = spec.together(tensors)
+            payload = spec.together(tensors, self._forms)
             del tensors
         self._live += backward
         self.peak_live = max(self.peak_live, self._live)
@@ -305,7 +305,7 @@ class Executor:
         """Sends a forward's result on; returns where its gradients will enter."""
         stage, microbatch = step.action.stage, step.action.microbatch
         signature = run.work[microbatch].signature
-        tensors, spec = take_apart(payload, stage)
+        tensors, spec = take_apart(payload, stage, self._forms)
         key = run.place(stage + 1, microbatch)
         agreed = self._specs.get(key)
         news = agreed is None or self._dynamic

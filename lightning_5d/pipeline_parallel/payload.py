@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from lightning_5d.parallelism import Parallelized
 from lightning_5d.whole_length import length_on, mark
 
 _CONSTANTS = (type(None), bool, int, float, str)
@@ -24,12 +25,44 @@ class Leaf:
         dtype: Its dtype.
         trained: Whether its gradient is sent back.
         whole: Where it is a piece of a sequence, the length of the whole.
+        form: What an axis has said about it, if it is one of its tensors as a plain one; see `Forms`.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
     whole: int | None = None
+    form: Hashable = None
+
+
+class Forms:
+    """Tensors that only some axis understands, as plain ones and back.
+
+    Args:
+        axes: The axes at work, in the same order on all ranks.
+    """
+
+    def __init__(self, axes: Sequence[Parallelized] = ()) -> None:
+        self._axes = [axis for axis in axes if type(axis).plain_form is not Parallelized.plain_form]
+
+    def plain(self, tensor: Tensor) -> tuple[Tensor, Hashable]:
+        """A tensor as it travels, and which axis makes it again from what; ``None`` for one that is plain."""
+        if type(tensor) is Tensor:
+            return tensor, None
+        for index, axis in enumerate(self._axes):
+            if (found := axis.plain_form(tensor)) is not None:
+                return found[0], (index, found[1])
+        return tensor, None
+
+    def again(self, plain: Tensor, form: Any) -> Tensor:
+        """What it was, on the stage that has got it."""
+        if form is None:
+            return plain
+        index, description = form
+        return self._axes[index].from_plain_form(plain, description)
+
+
+NO_FORMS = Forms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +87,12 @@ class PayloadSpec:
         """The tensors whose gradient is sent back."""
         return tuple(leaf for leaf in self.tensors if leaf.trained)
 
-    def together(self, tensors: Sequence[Tensor]) -> Any:
+    def together(self, tensors: Sequence[Tensor], forms: Forms = NO_FORMS) -> Any:
         """The payload with these tensors."""
         for tensor, leaf in zip(tensors, self.tensors, strict=True):
             if leaf.whole is not None:
                 mark(tensor, leaf.whole)
+        tensors = [forms.again(tensor, leaf.form) for tensor, leaf in zip(tensors, self.tensors, strict=True)]
         if self.tree is None:
             return tensors[0]
         rest = iter(tensors)
@@ -79,35 +113,40 @@ class PayloadSpec:
         )
 
 
-def take_apart(payload: Any, stage: int) -> tuple[list[Tensor], PayloadSpec]:
+def take_apart(payload: Any, stage: int, forms: Forms = NO_FORMS) -> tuple[list[Tensor], PayloadSpec]:
     """The tensors of a payload, and the rest of it.
 
     Args:
         payload: What the last block of a stage returned.
         stage: That stage, for the message.
+        forms: Makes plain tensors of those that only some axis understands.
 
     Raises:
         TypeError: If something in it is neither a tensor nor a plain constant.
     """
     if isinstance(payload, Tensor):
-        return [payload], PayloadSpec((_leaf_of(payload),))
+        plain, form = forms.plain(payload)
+        return [plain], PayloadSpec((_leaf_of(plain, form),))
     leaves, tree = tree_flatten(payload)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     strangers = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_CONSTANTS))]
     if strangers or not tensors:
         raise TypeError(_not_tensors(payload, stage))
-    return tensors, PayloadSpec(tuple(_leaf_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree)
+    sent = [forms.plain(tensor) for tensor in tensors]
+    described = iter([_leaf_of(plain, form) for plain, form in sent])
+    spec = PayloadSpec(tuple(next(described) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree)
+    return [plain for plain, _ in sent], spec
 
 
-def _leaf_of(tensor: Tensor) -> Leaf:
-    return Leaf(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, length_on(tensor))
+def _leaf_of(tensor: Tensor, form: Hashable) -> Leaf:
+    return Leaf(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, length_on(tensor), form)
 
 
 def _leaf_fits(mine: Any, theirs: Any) -> bool:
     if not (isinstance(mine, Leaf) and isinstance(theirs, Leaf)):
         return type(mine) is type(theirs) and bool(mine == theirs)
     same = (mine.shape, mine.dtype, mine.whole) == (theirs.shape, theirs.dtype, theirs.whole)
-    return same and (mine.trained or not theirs.trained)
+    return same and mine.form == theirs.form and (mine.trained or not theirs.trained)
 
 
 def _not_tensors(payload: Any, stage: int) -> str:

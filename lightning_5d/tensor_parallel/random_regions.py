@@ -75,7 +75,7 @@ class RandomRegions:
 
     def __init__(self, module: nn.Module, layout: TensorLayout, rank: int, device: torch.device) -> None:
         self._rank = rank
-        self._generators = tuple(_generators(device))
+        self._generators = tuple(generators(device))
         self._at_work = False
         self._handles: list[Any] = []
         cut = [] if layout.sequence is None else [*dict.fromkeys([*layout.sequence.blocks, layout.sequence.whole])]
@@ -200,7 +200,8 @@ def _found(module: nn.Module, name: str) -> nn.Module | None:
     return None if isinstance(found, Absent) else found
 
 
-def _generators(device: torch.device) -> Iterator[torch.Generator]:
+def generators(device: torch.device) -> Iterator[torch.Generator]:
+    """The generators that operations on a device draw from: that of the CPU, and its own."""
     yield torch.default_generator
     if device.type != "cpu":
         index = torch.accelerator.current_device_index() if device.index is None else device.index

@@ -25,6 +25,9 @@ _GUARDS = tuple(
         "first_step.py",
         "feature_uses.py",
     )
+) + tuple(
+    str(Path(__file__).parents[1] / "context_parallel" / name)
+    for name in ("redirect.py", "first_step.py", "token_dims.py", "place.py")
 )
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
@@ -127,7 +130,7 @@ def came_between_ranks(error: BaseException) -> bool:
     while trace is not None:
         files.append(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
-    last = [file for file in files if not file.startswith(_TORCH)][-1]
+    last = [file for file in files if not file.startswith(_TORCH) and file not in _GUARDS][-1]
     return files[-1].startswith(_BETWEEN) or (_is_ours(last) and not last.startswith(_LAYERS)) or last == _AXIS
 
 

@@ -33,8 +33,8 @@ def test_an_unknown_command_is_refused_with_those_there_are(fived):
 def test_train_help_lists_groups_and_choices(fived):
     status, output = fived("train", "--help")
     assert status == 0
-    assert "strategy: ddp, hybrid, pipeline, single, tensor, zero0, zero1, zero2, zero3" in output
-    assert "recipe: pipeline_demo, python_docs_zero1" in output
+    assert "strategy: context, ddp, hybrid, pipeline, single, tensor, zero0, zero1, zero2, zero3" in output
+    assert "recipe: long_context, pipeline_demo, python_docs_zero1" in output
     assert "data=text data.path=FILE_OR_FOLDER" in output
 
 
@@ -71,6 +71,27 @@ def test_each_zero_stage_is_a_choice(composed, stage):
     assert isinstance(strategy, FiveD)
     assert [type(plugin) for plugin in strategy.plugins] == [ZeRO]
     assert strategy.plugins[0].stage == stage
+
+
+def test_the_context_axis_is_set_by_key_and_its_methods_are_a_sweep(composed):
+    from lightning_5d import ContextParallel, ZeRO
+    from lightning_5d.cli.build import build
+
+    for method in ("ring", "ulysses", "all_gather"):
+        config = composed(
+            "strategy=context", "context.size=4", f"context.method={method}", "context.balance=contiguous"
+        )
+        context, data = build(OmegaConf.create(config).strategy).plugins
+        assert context == ContextParallel(4, method=method, balance="contiguous")
+        assert data == ZeRO(stage=1)
+
+
+def test_the_recipe_of_long_sequences_has_as_many_devices_as_its_axis_and_eight_times_the_demos_tokens(composed):
+    demo, long = (OmegaConf.create(composed(f"recipe={name}")) for name in ("python_docs_zero1", "long_context"))
+    assert long.model.decoder.context_length == 8 * demo.model.decoder.context_length
+    assert (long.context.size, long.trainer.devices) == (4, 4)
+    alone = OmegaConf.create(composed("recipe=long_context", "context.size=1"))
+    assert alone.trainer.devices == 1
 
 
 def test_adaptive_clipping_takes_the_place_of_the_trainers(composed):

@@ -65,3 +65,12 @@ def test_an_unknown_choice_is_said_without_a_traceback(plan):
     status, _, errors = plan("--tensor", 2, "model=none")
     assert status == 1
     assert "Could not find 'model/none'" in errors
+
+
+def test_a_context_axis_is_shown_by_the_positions_of_each_rank(plan):
+    status, output, _ = plan("strategy=context", "context.size=4", "model=tiny", "--length", 64)
+    assert status == 0
+    assert output.splitlines()[0] == "Context axis of 4 (ring, zigzag): of 64 tokens each rank holds 16."
+    assert "rank 1  8-15, 48-55   1.00\n" in output
+    assert "A rank sends per attention layer and sequence" in output
+    assert "of 32 tokens" in plan("strategy=context", "model=tiny")[1]

@@ -124,7 +124,9 @@ class Cut:
             if low == high:
                 continue
             first, last = self._blocks[stage][0], self._blocks[stage][-1]
-            self._handles.append(first.register_forward_pre_hook(partial(self._enter, stage), with_kwargs=True))
+            # First and last, where the code around the blocks is: other axes' hooks make of its tensors what blocks compute with.
+            enter = partial(self._enter, stage)
+            self._handles.append(first.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             if stage < self.layout.stages - 1:
                 self._handles.append(last.register_forward_hook(partial(self._leave, stage)))
         if 0 in self.stages_here:

@@ -13,7 +13,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_5d.pipeline_parallel.stage.dependence import Dependence
-from lightning_5d.pipeline_parallel.stage.run import Run
+from lightning_5d.pipeline_parallel.stage.run import Run, with_hidden
 from lightning_5d.pipeline_parallel.stage.side_paths import SidePaths
 
 
@@ -45,8 +45,9 @@ class FirstRun:
         self._run.order = []
         with ExitStack() as stack:
             for index, block in self._blocks.items():
-                hook = block.register_forward_pre_hook(partial(self._entering, index), with_kwargs=True)
-                stack.callback(hook.remove)
+                # What the code around the blocks gives them, before other axes make something else of it.
+                entering = partial(self._entering, index)
+                stack.callback(block.register_forward_pre_hook(entering, prepend=True, with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(self._leaving).remove)
             if self._watch is not None:
                 if self._paths is not None:  # what the last stage logs and counts is what is logged
@@ -81,6 +82,8 @@ class FirstRun:
         if self._paths is not None:
             self._paths.entering(self._names[index], module)
         if self._watch is not None:
+            if index == 0 and self._run.begins_with_received:
+                args, kwargs = with_hidden(args, kwargs, self._run.received)
             _check_arguments(self._names[index], module, args, kwargs, self._watch)
             self._watch.pause()
 

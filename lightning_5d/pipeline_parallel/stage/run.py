@@ -143,9 +143,12 @@ class Run:
                 return None
             self._refuse_second(self._low)
         self._entered = self.reached = True
-        if self.stage > 0 and self._low == 0:
-            return with_hidden(args, kwargs, lent(self.received))
-        return None
+        return with_hidden(args, kwargs, lent(self.received)) if self.begins_with_received else None
+
+    @property
+    def begins_with_received(self) -> bool:
+        """Whether the first block's hidden input is replaced, as there is no block before it to give that: the first stage has none."""
+        return self.stage > 0 and self._low == 0
 
     def stop(self, payload: Any) -> NoReturn:
         """Ends the run with what the stage hands on."""
@@ -217,7 +220,7 @@ def lent(received: Any) -> Any:
 
 
 def _lent(leaf: Any) -> Any:
-    if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+    if not (isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf):  # else an axis has made it of a leaf
         return leaf
     return marked_like(_Lent.apply(leaf), leaf)  # type: ignore[no-untyped-call]
 

@@ -7,9 +7,7 @@ written for whole logits and work on it unchanged; those that reduce over the vo
 from lightning_5d.tensor_parallel.vocabulary import (  # noqa: F401 - what they handle is known once they are imported
     calls,
     choices,
-    elementwise,
     normalization,
-    reductions,
     shapes,
 )
 from lightning_5d.tensor_parallel.vocabulary.cross_entropy import cross_entropy

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_5d.tensor_parallel.vocabulary.made_whole import tell
+from lightning_5d.shown.made_whole import tell
+from lightning_5d.shown.targets import check_targets, refuse_strangers
 from lightning_5d.tensor_parallel.vocabulary.normalization import combined, finite, wide
 from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
 
@@ -86,10 +87,10 @@ def cross_entropy(
         if reduction == "none":
             return loss_N.to(dtype)
         return (loss_N.sum() / (loss_N.numel() if reduction == "mean" else 1)).to(dtype)
-    _check(logits, target, weight, class_dim)
+    check_targets(logits, target, weight, class_dim)
     ignored = target == ignore_index
     safe = target.masked_fill(ignored, 0).long()
-    _refuse_strangers(safe, logits.shape[class_dim])
+    refuse_strangers(safe, logits.shape[class_dim])
     if weight is not None:
         weight = weight.detach().to(wide(logits.dtype))
     weight_N = (torch.ones_like(safe, dtype=wide(logits.dtype)) if weight is None else weight[safe]).masked_fill(
@@ -122,31 +123,6 @@ def _of_probabilities(
     if weight is not None:
         target = target * weight.view([-1 if d == class_dim else 1 for d in range(logits.ndim)])
     return -(logits.to(wide(logits.dtype)).log_softmax(class_dim) * target).sum(class_dim)
-
-
-def _check(logits: Tensor, target: Tensor, weight: Tensor | None, class_dim: int) -> None:
-    """Raises what `F.cross_entropy` does for sizes and dtypes that do not match."""
-    if logits.ndim > 1 and (target.ndim == 0 or logits.shape[0] != target.shape[0]):
-        batch = target.shape[0] if target.ndim else 0
-        raise ValueError(f"Expected input batch_size ({logits.shape[0]}) to match target batch_size ({batch}).")
-    expected = [size for d, size in enumerate(logits.shape) if d != class_dim]
-    if list(target.shape) != expected:
-        raise RuntimeError(f"Expected target size {expected}, got {list(target.shape)}")
-    if target.dtype not in (torch.int64, torch.uint8):
-        raise RuntimeError(f"expected target with class indices of dtype int64 (Long), got {target.dtype}")
-    if weight is not None and list(weight.shape) != [logits.shape[class_dim]]:
-        raise RuntimeError(
-            "weight tensor should be defined either for all or no classes: there are"
-            f" {logits.shape[class_dim]}, the shape of weight is {list(weight.shape)}"
-        )
-
-
-def _refuse_strangers(target: Tensor, classes: int) -> None:
-    strangers = (target < 0) | (target >= classes)
-    if target.device.type != "cpu":
-        torch._assert_async(~strangers.any(), "Target is out of bounds.")  # private; checked with torch 2.13
-    elif strangers.any():
-        raise IndexError(f"Target {int(target[strangers][0])} is out of bounds.")
 
 
 class _CrossEntropy(torch.autograd.Function):

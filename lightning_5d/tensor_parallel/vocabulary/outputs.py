@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from lightning_5d.pipeline_parallel.containers import children, rebuilt
+from lightning_5d.shown.outputs import with_wholes
 from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
 
 
@@ -20,14 +19,4 @@ def with_whole_logits(output: Any, *, training: bool = False) -> Any:
         training: It was a `training_step`. Its ``loss`` stays as it is, and logits beside it lose their graph, as Lightning would
             detach them, too.
     """
-    return _whole(output, training, keep="loss" if training and isinstance(output, Mapping) else None)
-
-
-def _whole(value: Any, training: bool, keep: str | None = None) -> Any:
-    if isinstance(value, VocabularyShard):
-        return value.gathered() if training else value.whole()
-    inside = children(value)
-    if inside is None:
-        return value
-    parts = {key: child if key == keep else _whole(child, training) for key, child in inside}
-    return rebuilt(value, parts) if any(parts[key] is not child for key, child in inside) else value
+    return with_wholes(output, VocabularyShard, training=training)

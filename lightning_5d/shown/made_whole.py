@@ -1,4 +1,4 @@
-"""What is not done on columns: the logits are made whole for it, and it is said once."""
+"""What is not done on parts: the tensor is made whole for it, and it is said once."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_5d.shown.tensor import ShownTensor
 from lightning_5d.tensor_parallel.axis import TensorAxis
-from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
 
 _told: WeakKeyDictionary[TensorAxis, set[str]] = WeakKeyDictionary()
 
 
-def tell(name: str, shard: VocabularyShard, *, view: bool = False) -> None:
-    """Says, once for each operation and axis, that logits are made whole.
+def tell(name: str, shown: ShownTensor, *, view: bool = False) -> None:
+    """Says, once for each operation and axis, that tensors are made whole.
 
     Args:
         name: The operation's.
-        shard: The logits.
-        view: The result would share memory with the logits, and now does not.
+        shown: The tensor.
+        view: The result would share memory with it, and now does not.
     """
-    told = _told.setdefault(shard.axis, set())
+    told = _told.setdefault(shown.axis, set())
     if name in told:
         return
     told.add(name)
     rank_zero_warn(
-        f"`{name}` on logits that {shard.axis.size} ranks hold the columns of: they are made whole for it, and every rank"
-        f" gets {shard.numel() * shard.element_size():,} bytes, each time.{' The result is a copy: do not change it in place.' * view} Losses, softmax, logsumexp, argmax, topk, gather, sums"
-        " and elementwise operations are done without that."
+        f"`{name}` on {shown.made_whole.format(shown.axis.size)} for it, and every rank"
+        f" gets {shown.numel() * shown.element_size():,} bytes, each time.{' The result is a copy: do not change it in place.' * view}"
+        f" {shown.never_whole} are done without that."
     )
 
 
-def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs one operation on whole tensors; what it writes to is written back to the columns."""
+def run_whole(kind: type[ShownTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs one operation on whole tensors; what it writes to is written back to the parts."""
     written = _written(func, args, kwargs)
     # What is overwritten with random numbers need not be known. They are drawn as one process would draw them.
     drawn = torch.Tag.nondeterministic_seeded in func.tags and func._schema.name.endswith("_")
     view = not written and any(result.alias_info is not None for result in func._schema.returns)
     wholes: dict[int, Tensor] = {}
-    shards: dict[int, VocabularyShard] = {}
+    shards: dict[int, ShownTensor] = {}
 
     def whole(value: Any) -> Any:
-        if not isinstance(value, VocabularyShard):
+        if not isinstance(value, kind):
             return value
         if id(value) not in wholes:
             shards[id(value)] = value
             if drawn and any(value is other for other in written):
-                wholes[id(value)] = value.local.new_empty(value.shape)
+                wholes[id(value)] = value.held_part.new_empty(value.shape)
             else:
                 tell(func._overloadpacket.__name__, value, view=view)
                 wholes[id(value)] = value.gathered()
@@ -58,10 +58,12 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     result = func(*tree_map(whole, args), **tree_map(whole, kwargs))
     for shard in written:
-        if isinstance(shard, VocabularyShard):
+        if isinstance(shard, kind):
             if wholes[id(shard)].shape != shard.shape:
-                raise NotImplementedError(f"{func} would change the shape of logits in place.")
-            shard.local.copy_(shard.part(wholes[id(shard)], shard.vocabulary_dim))
+                raise NotImplementedError(
+                    f"{func} would change the shape of a tensor in place that several ranks hold parts of."
+                )
+            shard.local.copy_(shard.part(wholes[id(shard)], shard.cut_dim))
             torch.autograd.graph.increment_version(shard.local)
     back = {id(wholes[key]): shard for key, shard in shards.items()}
     return tree_map(lambda value: back.get(id(value), value), result)

@@ -1,4 +1,4 @@
-"""Operations that treat every element alike: each rank does its columns."""
+"""Operations that treat every element alike: each rank does its part."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_5d.tensor_parallel.vocabulary.registry import handles
-from lightning_5d.tensor_parallel.vocabulary.shard import VocabularyShard
+from lightning_5d.shown.registry import EVERY
+from lightning_5d.shown.tensor import first_shown
 
 aten = torch.ops.aten
 
@@ -30,29 +30,34 @@ def is_elementwise(func: Any) -> bool:
 
 
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an elementwise operation on the columns; of plain tensors that have a vocabulary the same columns are taken."""
+    """Runs an elementwise operation on the parts; of plain tensors that have the dimension that is cut the same part is taken."""
+    first = first_shown((args, kwargs))
+    kind = type(first)
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    shards = [tensor for tensor in tensors if isinstance(tensor, VocabularyShard)]
-    first = shards[0]
-    behind = first.ndim - first.vocabulary_dim  # tensors are lined up at their last dimensions
-    if any(shard.ndim - shard.vocabulary_dim != behind or shard.vocabulary != first.vocabulary for shard in shards):
-        return NotImplemented
+    behind = first.ndim - first.cut_dim  # tensors are lined up at their last dimensions
+    size = first.shape[first.cut_dim]
+    for tensor in tensors:
+        if isinstance(tensor, kind):
+            if tensor is not first and not first.matches(tensor):
+                return NotImplemented
+        elif size == 1 and tensor.ndim >= behind and tensor.shape[-behind] != 1:
+            return NotImplemented
     mutable = func._schema.is_mutable
     target = kwargs.get("out", args[0]) if mutable else None
-    if mutable and not isinstance(target, VocabularyShard):
+    if mutable and not isinstance(target, kind):
         return NotImplemented
 
     def local(value: Any) -> Any:
-        if isinstance(value, VocabularyShard):
+        if isinstance(value, kind):
             return value.local
         if not isinstance(value, Tensor) or value.ndim < behind:
             return value
-        size = value.shape[value.ndim - behind]
-        if size == first.vocabulary:
+        found = value.shape[-behind]
+        if found == size:
             return first.part(value, value.ndim - behind)
-        if size != 1:
+        if found != 1:
             raise RuntimeError(
-                f"The size of tensor a ({first.vocabulary}) must match the size of tensor b ({size}) at non-singleton dimension"
+                f"The size of tensor a ({size}) must match the size of tensor b ({found}) at non-singleton dimension"
                 f" {max(tensor.ndim for tensor in tensors) - behind}"
             )
         return value
@@ -66,7 +71,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     )
 
 
-@handles(aten.log_sigmoid_forward.default)
+@EVERY.handles(aten.log_sigmoid_forward.default)
 def _log_sigmoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     output, _ = func(args[0].local)
     return args[0].like(output), args[0].local.new_empty(
@@ -74,18 +79,18 @@ def _log_sigmoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     )  # a buffer for the backward formula, which ours does not need
 
 
-@handles(aten.log_sigmoid_backward.default)
+@EVERY.handles(aten.log_sigmoid_backward.default)
 def _log_sigmoid_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, logits, _ = args
     return aten.mul.Tensor(grad, aten.sigmoid.default(aten.neg.default(logits)))
 
 
-@handles(aten.equal.default)
+@EVERY.handles(aten.equal.default)
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     one, other = args
     return one.shape == other.shape and bool(aten.all.default(aten.eq.Tensor(one, other)))
 
 
-@handles(aten.allclose.default)
+@EVERY.handles(aten.allclose.default)
 def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return bool(aten.all.default(aten.isclose.default(*args, **kwargs)))

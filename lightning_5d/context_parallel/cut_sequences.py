@@ -1,0 +1,104 @@
+"""The context axis at work: doors around the models that a module calls, and attention of all ranks behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_5d.context_parallel.attention import open_attention
+from lightning_5d.context_parallel.doors import Doors
+from lightning_5d.context_parallel.first_step import FirstStep
+from lightning_5d.context_parallel.redirect import Redirect
+from lightning_5d.context_parallel.shown import with_whole_sequences
+from lightning_5d.mesh import ParallelMesh
+from lightning_5d.parallelism import Parallelized
+from lightning_5d.tensor_parallel.axis import open_axis
+
+if TYPE_CHECKING:
+    from lightning_5d.context_parallel.context import ContextParallel
+
+
+class CutSequences(Parallelized):
+    """Sequences cut over the ranks of ``cp``.
+
+    Args:
+        module: The user's LightningModule, or this rank's stages of it.
+        plugin: The settings.
+        mesh: The ranks by axis.
+    """
+
+    def __init__(self, module: nn.Module, plugin: ContextParallel, mesh: ParallelMesh) -> None:
+        self._module, self._plugin = module, plugin
+        self._axis = open_axis(mesh.group("cp"), mesh.device)
+        self._attention = open_attention(plugin.method, plugin.ulysses, mesh)
+        self._redirect = Redirect(self._attention, mesh.size("tp"))
+        self._guards = FirstStep(module, self._redirect)
+        self._stage = 0
+        self._doors: Doors | None = None
+
+    @override
+    def all_at_work(self, axes: Sequence[Parallelized]) -> None:
+        # Last of all, so that doors are the first to see arguments and the last to see outputs.
+        self._doors = Doors(
+            self._module,
+            self._axis,
+            self._plugin.cut,
+            self._redirect.inside,
+            keys=self._plugin.keys,
+            pad=self._plugin.pad,
+        )
+
+    @property
+    def doors(self) -> Doors:
+        """The doors.
+
+        Raises:
+            RuntimeError: Before all axes are at work.
+        """
+        if self._doors is None:
+            raise RuntimeError("The context axis is not at work yet.")
+        return self._doors
+
+    @override
+    def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.doors.step(args, kwargs), self._guards.watching(self._kind()):
+            output = step(*args, **kwargs)
+        if self._plugin.whole_outputs and self._run_stage() != RunningStage.TRAINING:
+            return with_whole_sequences(output)
+        return output
+
+    @override
+    def part_begins(self, stage: int) -> None:
+        self._stage = stage
+
+    @override
+    def recompute_context(self) -> Callable[[], AbstractContextManager[None]]:
+        inside, doors = self.doors.inside, self.doors
+        return lambda: doors.entered(inside)
+
+    @override
+    def memory(self) -> Iterable[tuple[str, Tensor]]:
+        for tensor in (*self._axis.memory(), *self._attention.memory()):
+            yield "communication buffers", tensor
+        for tensor in (*self._axis.mapped(), *self._attention.mapped()):
+            yield "memory of other ranks", tensor
+
+    @override
+    def close(self) -> None:
+        if self._doors is not None:
+            self._doors.close()
+        self._attention.close()
+        self._axis.close()
+
+    def _kind(self) -> str:
+        stage = self._run_stage()
+        return f"{'' if stage is None else stage.value} {self._stage}"
+
+    def _run_stage(self) -> RunningStage | None:
+        trainer = getattr(self._module, "_trainer", None)
+        return None if trainer is None else trainer.state.stage

@@ -1,0 +1,140 @@
+"""Random numbers inside a door: a rank's own for its tokens, and the same on all ranks of the axis for everything else.
+
+Numbers for tokens come from a stream whose seed is one number of the shared one with the rank's place on the axis. So the shared
+stream moves on alike on all ranks, whatever each draws, and decisions for a whole layer or a whole sample stay the same on all. What
+recomputes a block restores the shared stream first, as for a block in one process, and so draws the same masks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_5d.context_parallel.step_sequence import StepSequence
+from lightning_5d.tensor_parallel.random_regions import generators, own_seed
+
+_DROPOUT = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    F.rrelu,
+    torch.dropout,
+    torch.dropout_,
+    torch.feature_dropout,
+    torch.feature_dropout_,
+    torch.alpha_dropout,
+    torch.alpha_dropout_,
+    torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_,
+    torch.native_dropout,
+    torch.rrelu,
+    torch.rrelu_,
+)
+_NOISE = (
+    F.gumbel_softmax,
+    torch.bernoulli,
+    torch.multinomial,
+    torch.normal,
+    torch.poisson,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+    *(
+        getattr(Tensor, name)
+        for name in ("bernoulli", "bernoulli_", "uniform_", "normal_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_", "multinomial")
+    ),
+)  # fmt: skip
+_FACTORIES = (torch.rand, torch.randn)
+
+DRAWS = (*_DROPOUT, *_NOISE, *_FACTORIES)
+"""The functions that draw random numbers."""
+
+
+class RandomParts:
+    """Draws a rank's random numbers inside doors.
+
+    Args:
+        tensor_size: Ranks of the tensor axis between which a rank's tokens may be cut again; they have streams of their own.
+    """
+
+    def __init__(self, tensor_size: int = 1) -> None:
+        self._tensor_size = tensor_size
+
+    def draw(self, sequence: StepSequence, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one of `DRAWS`.
+
+        Args:
+            sequence: The sequence of the open door.
+            func: The function.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+        """
+        if func in _DROPOUT and not _is_active(args, kwargs):
+            return func(*args, **kwargs)
+        subject = None if func in _FACTORIES else args[0] if args else kwargs.get("input", kwargs.get("self"))
+        if subject is None:
+            shape, device = _size(args, kwargs), torch.device(kwargs.get("device") or torch.get_default_device())
+        elif isinstance(subject, Tensor):
+            shape, device = tuple(subject.shape), subject.device
+            if subject.is_leaf and subject.requires_grad:  # a weight
+                return func(*args, **kwargs)
+        else:
+            return func(*args, **kwargs)
+        is_own = is_of_tokens(shape, self._lengths(sequence))
+        # Rows that were picked among tokens are another number on each rank, and the shared stream has to go on alike.
+        if not is_own and len(shape) != 2:
+            return func(*args, **kwargs)
+        given = kwargs.get("generator")
+        used = tuple(generators(device)) if given is None else (given,)
+        number = int(torch.empty((), dtype=torch.int64, device=used[0].device).random_(generator=used[0]).item())
+        # Of the two streams of a device and of the CPU, only the one that is drawn from has to be set.
+        with _Seeded(used[-1:], own_seed(number, sequence.rank if is_own else -1)):
+            return func(*args, **kwargs)
+
+    def _lengths(self, sequence: StepSequence) -> range:
+        least = sequence.cut.local // self._tensor_size if self._tensor_size > 1 else sequence.cut.local
+        most = -(-sequence.cut.local // self._tensor_size)
+        return range(max(least, 1), max(most, least) + 1)
+
+
+def is_of_tokens(shape: tuple[int, ...], lengths: Iterable[int]) -> bool:
+    """Whether a tensor of this shape has numbers for single tokens, and not for whole samples or weights.
+
+    Args:
+        shape: Its shape.
+        lengths: How many tokens there are, in one or several ways in which they are cut.
+    """
+    if not shape or (len(shape) > 1 and all(size == 1 for size in shape[1:])):  # one number for a whole sample
+        return False
+    return any(length in shape or (len(shape) == 2 and shape[0] % length == 0) for length in lengths)
+
+
+class _Seeded(ExitStack):
+    """A context in which generators draw from a seed; afterwards they go on as if nothing had been drawn."""
+
+    def __init__(self, used: Iterable[torch.Generator], seed: int) -> None:
+        super().__init__()
+        for generator in used:
+            self.callback(generator.set_state, generator.get_state())
+            generator.manual_seed(seed)
+
+
+def _is_active(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(rate) and bool(training)
+
+
+def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    size = kwargs.get("size", args)
+    if size and isinstance(size[0], tuple | list):
+        size = size[0]
+    return tuple(int(x) for x in size)
