@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_5d.shown.tensor import ShownTensor
 from lightning_5d.tensor_parallel.sequence_mixing import DIMENSION
 
 Dims = frozenset[int]
@@ -255,5 +256,11 @@ def _is_view(x: Tensor, result: Tensor) -> bool:
         and result.numel() > 0
         and type(x).__name__ != "StatedMask"
         and x.dtype == result.dtype
-        and x.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+        and _memory(x) == _memory(result)
     )
+
+
+def _memory(x: Tensor) -> int:
+    while isinstance(x, ShownTensor):  # logits of the tensor axis have no memory themselves
+        x = x.local
+    return x.untyped_storage().data_ptr()
