@@ -174,7 +174,7 @@ class Doors:
             new = {name: mapped(value, _made_whole) for name, value in named.items()}
             return door.signature.replaced(args, kwargs, changed(named, new))
         sequence = self.sequence(how.length)
-        inside = Inside(door.name, sequence)
+        inside = Inside(door.name, sequence, rows=how.rows)
         new = self._cut_arguments(door, named, lengths, sequence, how)
         self._pending[id(door.module)] = _Call(inside, how)
         self._entered = True

@@ -23,6 +23,7 @@ class Inside:
         sequence: The sequences, and how they are cut.
         documents: (B, S) or (1, S), int64, whole: which document each token belongs to, where a causal model of Hugging Face would read it
             off the user's own ``position_ids``. ``None`` if all tokens of a row are one document. Bidirectional models do not ask.
+        rows: Sequences in the tensors that were cut, B.
         cacheless: Whether a model of Hugging Face that would keep a cache by itself was told not to. In one process it would then not look
             for documents.
         paused: Whether code of the user's level is running (a loss that sees whole sequences): nothing is then redirected.
@@ -31,6 +32,7 @@ class Inside:
     name: str
     sequence: StepSequence
     documents: Tensor | None = None
+    rows: int = 1
     cacheless: bool = False
     paused: bool = False
     _gathered: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)

@@ -255,6 +255,8 @@ def _is_view(x: Tensor, result: Tensor) -> bool:
         x.numel() > 0
         and result.numel() > 0
         and type(x).__name__ != "StatedMask"
+        and not isinstance(x, ShownTensor)  # those have no memory of their own
+        and not isinstance(result, ShownTensor)
         and x.dtype == result.dtype
         and _memory(x) == _memory(result)
     )
