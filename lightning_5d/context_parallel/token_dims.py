@@ -258,5 +258,11 @@ def _is_view(x: Tensor, result: Tensor) -> bool:
         and not isinstance(x, ShownTensor)  # those have no memory of their own
         and not isinstance(result, ShownTensor)
         and x.dtype == result.dtype
-        and x.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+        and _memory(x) == _memory(result)
     )
+
+
+def _memory(x: Tensor) -> int:
+    while isinstance(x, ShownTensor):  # logits of the tensor axis have no memory themselves
+        x = x.local
+    return x.untyped_storage().data_ptr()
