@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_5d.context_parallel.attention import open_attention
+from lightning_5d.context_parallel.between_stages import from_plain_form, plain_form
 from lightning_5d.context_parallel.doors import Doors
 from lightning_5d.context_parallel.first_step import FirstStep
 from lightning_5d.context_parallel.redirect import Redirect
@@ -80,6 +81,14 @@ class CutSequences(Parallelized):
     def recompute_context(self) -> Callable[[], AbstractContextManager[None]]:
         inside, doors = self.doors.inside, self.doors
         return lambda: doors.entered(inside)
+
+    @override
+    def plain_form(self, tensor: Tensor) -> tuple[Tensor, Hashable] | None:
+        return plain_form(tensor)
+
+    @override
+    def from_plain_form(self, plain: Tensor, form: Any) -> Tensor:
+        return from_plain_form(plain, form, self.doors.sequence)
 
     @override
     def memory(self) -> Iterable[tuple[str, Tensor]]:

@@ -24,6 +24,8 @@ from lightning_5d.context_parallel.place import refused
 from lightning_5d.context_parallel.repeated_heads import RepeatedHeads
 from lightning_5d.context_parallel.stated_mask import StatedMask
 from lightning_5d.context_parallel.triangle import made
+from lightning_5d.hidden_operations import hidden_operations
+from lightning_5d.model_flops import shared_attention
 
 _ATEN = torch.ops.aten
 _PRODUCT = F.scaled_dot_product_attention
@@ -149,7 +151,9 @@ class Redirect(TorchFunctionMode):
         return self._inside
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._attend(*args, **kwargs)
+        # Masks are kept for the layers that follow, and a ring does not do the same on each rank.
+        with hidden_operations():
+            return self._attend(*args, **kwargs)
 
     def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         answer = answer_loss(self._open, func, args, kwargs)
@@ -233,7 +237,8 @@ class Redirect(TorchFunctionMode):
             q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **rest: Any
         ) -> Tensor:
             stated = StatedMask.of(mask, (1, 1, 1, 1), q.device)
-            return self._attend(q, k, v, stated, dropout_p, **rest)
+            with hidden_operations():
+                return self._attend(q, k, v, stated, dropout_p, **rest)
 
         output, _ = _multi_head_with(attend)(
             **(given | {"attn_mask": None, "key_padding_mask": None, "is_causal": False, "need_weights": False})
@@ -340,7 +345,7 @@ def _folded(
         v = F.pad(v, (0, features - size))
     elif size > features:
         q, k = F.pad(q, (0, size - features)), F.pad(k, (0, size - features))
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False), shared_attention(q, k, v, inside.sequence.cut.size):
         out = attention(q, k, v, mask, inside.sequence.cut, scale)
     return out[..., :size].reshape(*shape[:-1], size)
 
