@@ -78,8 +78,7 @@ class CutSequences(Parallelized):
 
     @override
     def recompute_context(self) -> Callable[[], AbstractContextManager[None]]:
-        inside, doors = self.doors.inside, self.doors
-        return lambda: doors.entered(inside)
+        return self.doors.again()
 
     @override
     def memory(self) -> Iterable[tuple[str, Tensor]]:
