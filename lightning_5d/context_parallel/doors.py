@@ -143,6 +143,23 @@ class Doors:
         finally:
             self.inside, self._within = before, within
 
+    def again(self) -> Callable[[], AbstractContextManager[None]]:
+        """What a part of a step that is about to run has to run in whenever it runs again, see `Parallelized.recompute_context`."""
+        inside, lengths = self.inside, self._lengths
+        if inside is not None or lengths is None or self._within:
+            return lambda: self.entered(inside)
+        return lambda: self._user_level(lengths)
+
+    @contextmanager
+    def _user_level(self, lengths: BatchLengths) -> Iterator[None]:
+        """A context in which calls of models are doors, as in the step with sequences of these lengths."""
+        before = self._lengths, self.inside, self._within
+        self._lengths, self.inside, self._within = lengths, None, 0
+        try:
+            yield
+        finally:
+            self._lengths, self.inside, self._within = before
+
     def sequence(self, length: int) -> StepSequence:
         """The sequence of so many tokens; one object for each length."""
         if length not in self._sequences:
