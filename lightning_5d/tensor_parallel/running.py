@@ -27,7 +27,7 @@ _GUARDS = tuple(
     )
 ) + tuple(
     str(Path(__file__).parents[1] / "context_parallel" / name)
-    for name in ("redirect.py", "first_step.py", "token_dims.py", "place.py")
+    for name in ("redirect.py", "first_step.py", "token_dims.py", "place.py", "doors.py")
 )
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
