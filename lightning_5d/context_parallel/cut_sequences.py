@@ -79,8 +79,7 @@ class CutSequences(Parallelized):
 
     @override
     def recompute_context(self) -> Callable[[], AbstractContextManager[None]]:
-        inside, doors = self.doors.inside, self.doors
-        return lambda: doors.entered(inside)
+        return self.doors.again()
 
     @override
     def plain_form(self, tensor: Tensor) -> tuple[Tensor, Hashable] | None:
