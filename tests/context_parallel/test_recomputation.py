@@ -4,14 +4,18 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
 from lightning_5d import ContextParallel, FiveD, PipelineParallel, ZeRO
 from lightning_5d.callbacks import Throughput
+from lightning_5d.models import DecoderConfig, LanguageModel
 from tests.context_parallel.test_hugging_face import sentences
 from tests.ranks.pool import RankPool
-from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, compare, decoder
+from tests.tensor_parallel.parity import SEPARATE, SIZES, Dealt, Rows, compare, decoder
 from tests.tensor_parallel.test_hugging_face import Labelled
 from tests.trainers import quiet
 
@@ -42,6 +46,23 @@ def test_recomputation_of_the_models_own(ranks: RankPool, reentrant: bool, stage
     pipeline = [PipelineParallel(2, microbatches=2)] if stages > 1 else []
     data, module = partial(sentences, "plain"), partial(Recomputing, reentrant)
     compare(ranks, module, *pipeline, ContextParallel(2), world=2 * stages, data=data, **EXACT)
+
+
+class Around(LanguageModel):
+    """Its step itself has the whole model run again: the door is inside of what does."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        logits: Tensor = checkpoint(self.decoder, input_ids, position_ids, use_reentrant=False)
+        return logits
+
+
+def _around() -> Around:
+    torch.manual_seed(0)
+    return Around(DecoderConfig(**SIZES), {"lr": 3e-3, "warmup_steps": 2})
+
+
+def test_doors_open_again_in_what_the_step_has_run_again(ranks: RankPool) -> None:
+    compare(ranks, _around, ContextParallel(2), world=2, tokens=7, precision="64-true", tolerance=1e-10)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
