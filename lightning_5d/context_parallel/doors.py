@@ -6,7 +6,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, Self
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -125,20 +124,6 @@ class Doors:
             self._lengths, self._within = before, within
             self._pending.clear()
             self._left.clear()
-
-    def again(self) -> Callable[[], AbstractContextManager[None]]:
-        """What the code that runs now has to run in when backward runs it again: inside of the open door, or at the user's level of this step."""
-        inside, lengths = self.inside, self._lengths
-        return partial(self._in_step, lengths) if inside is None else partial(self.entered, inside)
-
-    @contextmanager
-    def _in_step(self, lengths: BatchLengths | None) -> Iterator[None]:
-        before = self.inside, self._lengths, self._within
-        self.inside, self._lengths, self._within = None, lengths, 0
-        try:
-            yield
-        finally:
-            self.inside, self._lengths, self._within = before
 
     @contextmanager
     def entered(self, inside: Inside | None) -> Iterator[None]:
