@@ -26,6 +26,8 @@ from lightning_5d.tensor_parallel.running import calling_line, came_between_rank
 
 _OTHERS = (MisconfigurationException, torch.OutOfMemoryError, dist.DistError)
 _ASKS = frozenset(["__get__", "dim", "size", "stride", "numel", "is_contiguous", "is_floating_point", "data_ptr", "ndimension"])  # fmt: skip
+_TOTALS = frozenset(["mean", "sum", "std", "var", "norm", "prod", "std_mean", "var_mean", "nanmean", "nansum", "linalg_vector_norm", "linalg_norm", "median"])  # fmt: skip
+_FOURIER = frozenset(["fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"])
 _RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
 _OVER_LAST = frozenset(["conv1d", "avg_pool1d", "max_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "conv_transpose1d", "interpolate"])  # fmt: skip
 _PICKS = frozenset(["select", "index_select", "narrow", "gather", "take_along_dim", "split", "chunk", "unbind", "tensor_split", "unfold"])  # fmt: skip
@@ -177,7 +179,7 @@ def _finding(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: To
         return _product(args[1], args[2], dims)
     if name in _ADDING:
         return _combined(args, dims)
-    if not found.tokens and not found.rows:
+    if not found.tokens and not found.rows and not found.merged:
         return None
     tokens = found.tokens
     if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
@@ -210,7 +212,20 @@ def _finding(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: To
         over = set(dims_of(name, args, kwargs, x.ndim))
         if not over and name in ("sort", "argsort", "topk"):
             over = {x.ndim - 1}
-        return (mixes, _POSITIONS if name.startswith("cum") else _AT_USER_LEVEL) if over & tokens else None
+        if not over and name in _TOTALS:
+            over = set(range(x.ndim))
+        # Whole numbers count and sort what is routed to experts, of all sequences; what becomes of a token does not depend on that.
+        mixing = tokens | (found.rows | found.merged if x.is_floating_point() or name.startswith("cum") else frozenset())
+        return (mixes, _POSITIONS if name.startswith("cum") else _AT_USER_LEVEL) if over & mixing else None
+    if name in _FOURIER:
+        given = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        return (mixes, _AT_USER_LEVEL) if given % x.ndim in tokens | found.merged else None
+    if name in ("fft_fft2", "fft_fftn", "fft_rfft2", "fft_rfftn"):
+        given = kwargs.get("dim", args[2] if len(args) > 2 else (-2, -1) if name.endswith("2") else None)
+        taken = set(range(x.ndim)) if given is None else {dim % x.ndim for dim in given}
+        return (mixes, _AT_USER_LEVEL) if taken & tokens else None
+    if name in ("numpy", "tolist") and x.is_floating_point():
+        return "takes the tokens of one rank out of torch", _AT_USER_LEVEL
     picked = f"picks some of the {dims.length} tokens of a rank"
     if name == "__getitem__":
         return (picked, _AT_USER_LEVEL) if _picks(args[1], x.ndim, tokens, dims.length) else None
