@@ -98,6 +98,9 @@ class KeyValueExchange(ABC):
     def come_home(self, number: int, hop: int, rows: Span, like: Tensor) -> Block:
         """What the rank `hop` places behind has sent home of these rows. May be read only."""
 
+    def came_home(self) -> None:  # noqa: B027
+        """Says that nothing of what came home is looked at any more."""
+
     def finish(self) -> None:  # noqa: B027
         """Waits until what was sent home has left."""
 

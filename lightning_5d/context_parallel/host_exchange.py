@@ -7,6 +7,7 @@ a rank begins it with the blocks of the others, whose gradients are then at home
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -15,10 +16,12 @@ from typing_extensions import override
 
 from lightning_5d.context_parallel.exchange import Block, KeyValueExchange, Lent
 from lightning_5d.context_parallel.tiles import Plan, Span
-from lightning_5d.data_parallel.host_memory import HostMemory
+from lightning_5d.data_parallel.host_memory import HostMemory, Peer
 from lightning_5d.data_parallel.transports import timeout_s_of
 
 _BLOCKS, _GRADIENTS = 0, 1
+# So many blocks of gradients may be on their way: with more, a rank whose owners are late would hold those of the whole sequence.
+_HOMEWARD = 2
 
 
 class HostExchange(KeyValueExchange):
@@ -34,7 +37,10 @@ class HostExchange(KeyValueExchange):
     def __init__(self, group: dist.ProcessGroup, host: HostMemory) -> None:
         super().__init__(group)
         self._host = host
+        # Whoever reads a block: so that one piece of memory serves them all in turn.
+        self._peers = tuple(host.peers.values())
         self._number = 0
+        self._homeward: deque[tuple[Tensor, Peer]] = deque()
 
     @classmethod
     def connect(cls, group: dist.ProcessGroup) -> HostExchange | None:
@@ -48,14 +54,14 @@ class HostExchange(KeyValueExchange):
         readers = tuple(peer for rank, peer in self._host.peers.items() if plan.serves[rank] is not None)
         if not readers:
             return _Read(self, number, Block(k, v), plan)
-        shared = self._host.allocate(2 * k.numel(), k.dtype, readers)
+        shared = self._host.allocate(2 * k.numel(), k.dtype, self._peers)
         own = Block(*shared.view(2, *k.shape))
         own.k.copy_(k)
         own.v.copy_(v)
         for peer in readers:
             start, stop = plan.serves[peer.rank] or (0, 0)
             self.traffic.add("send", shared.nbytes // k.shape[2] * (stop - start))
-        self._host.publish(shared, _BLOCKS, number, readers)
+        self._host.publish(shared, _BLOCKS, number, self._peers, readers=readers)
         return _Read(self, number, own, plan)
 
     def read(self, number: int, owner: int, like: Tensor) -> Block:
@@ -67,13 +73,16 @@ class HostExchange(KeyValueExchange):
     def send_home(self, number: int, hop: int, grads: Block | None, rows: Span | None, like: Tensor) -> None:
         if grads is None:
             return
-        peer = (self._host.peers[self.owner(hop)],)
-        shared = self._host.allocate(2 * grads.k.numel(), like.dtype, peer)
+        while len(self._homeward) >= _HOMEWARD:
+            self._host.await_read(*self._homeward.popleft())
+        peer = self._host.peers[self.owner(hop)]
+        shared = self._host.allocate(2 * grads.k.numel(), like.dtype, self._peers)
         both = shared.view(2, *grads.k.shape)
         both[0].copy_(grads.k)
         both[1].copy_(grads.v)
         self.traffic.add("send", shared.nbytes)
-        self._host.publish(shared, _GRADIENTS, number, peer)
+        self._host.publish(shared, _GRADIENTS, number, self._peers, readers=(peer,))
+        self._homeward.append((shared, peer))
 
     @override
     def come_home(self, number: int, hop: int, rows: Span, like: Tensor) -> Block:
@@ -81,6 +90,10 @@ class HostExchange(KeyValueExchange):
         shape = (2, batch, heads, rows[1] - rows[0], size)
         nbytes = 2 * like.nbytes // like.shape[2] * (rows[1] - rows[0])
         return Block(*self._borrow(self.reader(hop), _GRADIENTS, number, nbytes).view(like.dtype).view(shape))
+
+    @override
+    def came_home(self) -> None:
+        self._host.receive(0.0)
 
     @override
     def memory(self) -> Sequence[Tensor]:
@@ -92,6 +105,7 @@ class HostExchange(KeyValueExchange):
 
     @override
     def close(self) -> None:
+        self._homeward.clear()
         self._host.close()
 
     def _borrow(self, rank: int, tag: int, number: int, nbytes: int) -> Tensor:

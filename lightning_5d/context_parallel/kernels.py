@@ -150,6 +150,15 @@ def blind(lse_BHq: Tensor) -> Tensor:
     return lse_BHq.masked_fill(lse_BHq == -_INF, _INF)
 
 
+def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Casts inputs as autocast, where it is on, casts those of `torch.nn.functional.scaled_dot_product_attention`."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
 def same_head_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Values of another head size than that of queries and keys, which no kernel takes, are made equal by zeros.
 

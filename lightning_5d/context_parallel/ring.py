@@ -55,6 +55,7 @@ class RingAttention(ContextAttention):
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cut: SequenceCut, scale: float | None = None
     ) -> Tensor:
         self._check(q, k, v, cut)
+        q, k, v = kernels.in_autocast(q, k, v)
         scale = default_scale(q.shape[-1], scale)
         if not q.numel():
             return (q.sum(-1, keepdim=True) + k.sum() + v.sum()).expand(*q.shape[:-1], v.shape[-1])
@@ -294,3 +295,5 @@ class _Home:
         found = self._call.exchange.come_home(number, hop, rows, self._k)
         self.dk.add(rows, found.k, ours=False)
         self.dv.add(rows, found.v, ours=False)
+        del found
+        self._call.exchange.came_home()

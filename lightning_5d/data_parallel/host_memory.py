@@ -195,7 +195,14 @@ class HostMemory:
         return min(fitting, key=lambda block: block.nbytes, default=None)
 
     def publish(
-        self, buffer: torch.Tensor, tag: int, number: int, audience: tuple[Peer, ...], *, at_once: bool = True
+        self,
+        buffer: torch.Tensor,
+        tag: int,
+        number: int,
+        audience: tuple[Peer, ...],
+        *,
+        readers: tuple[Peer, ...] | None = None,
+        at_once: bool = True,
     ) -> torch.Tensor:
         """Tells peers that ``buffer`` is there to be read, as message ``number`` of ``tag``.
 
@@ -203,7 +210,8 @@ class HostMemory:
             buffer: The memory.
             tag: Messages of other tags have numbers of their own.
             number: The message's.
-            audience: The readers.
+            audience: Those for whom the memory is.
+            readers: Those of them who are told, and will read it; all, if not given.
             at_once: Returns when they have been told, for which their inboxes need room. Else that may come with any later
                 call, and with `settle` for certain.
 
@@ -214,20 +222,32 @@ class HostMemory:
         if block is None or block.readers or block.audience != audience:
             copy = self.allocate(buffer.numel(), buffer.dtype, audience)
             copy.copy_(buffer)
-            return self.publish(copy, tag, number, audience, at_once=at_once)
-        block.readers = len(audience)
+            return self.publish(copy, tag, number, audience, readers=readers, at_once=at_once)
+        readers = audience if readers is None else readers
+        block.readers = len(readers)
         message = _MESSAGE.pack(_READY, tag, number, block.number, buffer.numel() * buffer.itemsize)
-        for peer in audience:
+        for peer in readers:
             peer.unsent.append((message, None))
             self._flush(peer)
         if at_once:
-            self.settle(audience)
+            self.settle(readers)
         return buffer
 
-    def borrow(self, peer: Peer, tag: int, number: int) -> torch.Tensor:
-        """Waits for message ``number`` of ``tag``, of which this rank is the only reader; returns its bytes where they are.
+    def await_read(self, buffer: torch.Tensor, reader: Peer) -> None:
+        """Waits until what was published has been read by its only reader. One that is gone will not."""
+        block = self._by_address[buffer.data_ptr()]
+        give_up = time.monotonic() + self._timeout_s
+        while block.readers and not reader.gone:
+            left = give_up - time.monotonic()
+            if left <= 0:
+                raise self._timeout(reader)
+            self.receive(min(left, 1.0))
 
-        They belong to the caller. The peer is told that they have been read when no tensor refers to them any more.
+    def borrow(self, peer: Peer, tag: int, number: int) -> torch.Tensor:
+        """Waits for message ``number`` of ``tag``; returns its bytes where they are.
+
+        They belong to the caller, if this rank is the only reader; else they may be read only. The peer is told that they have been read
+        when no tensor refers to them any more.
         """
         block, nbytes = self.await_ready(peer, tag, number)
         return peer.blocks[block].lend()[:nbytes]
