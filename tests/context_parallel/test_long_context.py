@@ -33,5 +33,5 @@ def test_each_of_four_ranks_keeps_a_quarter_of_the_activations_of_one_process(tm
     kept = [record.at_end("forward", 3)["activations"] for record in runs[4].ranks]
     assert len(kept) == 4
     assert max(kept) < 1.02 * min(kept)
-    # Beside its tokens' a rank keeps the keys and values that its attention needs again.
-    assert 0.24 * whole < max(kept) < 0.3 * whole
+    # Keys and values of its own tokens lie in memory that the others read, and do not count as activations.
+    assert 0.22 * whole < max(kept) < 0.26 * whole
