@@ -58,7 +58,7 @@ class RecomputeContexts:
         class Reentrant:
             @staticmethod
             def apply(run: Any, *args: Any) -> Any:
-                return function.apply(_Again(run, self.now(), first=True), *args)
+                return function.apply(_Again(run, self.now(), first=True), *args)  # type: ignore[no-untyped-call]
 
         torch_checkpoint._checkpoint_without_reentrant_generator = again  # type: ignore[assignment]
         torch_checkpoint.CheckpointFunction = Reentrant  # type: ignore[assignment,misc]

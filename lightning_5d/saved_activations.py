@@ -61,7 +61,7 @@ def measure(run: Callable[[], Any], inputs: Sequence[Tensor], module: nn.Module)
     # An input without gradient (a mask, rotary angles) is one tensor for all blocks, and its maker's.
     foreign = {_storage(t) for t in (*module.parameters(), *module.buffers())}
     foreign |= {_storage(t) for t in inputs if not t.requires_grad}
-    meter = _Meter()
+    meter = Meter()
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> None:
@@ -80,7 +80,7 @@ def measure(run: Callable[[], Any], inputs: Sequence[Tensor], module: nn.Module)
     return Measured(sum(sizes.values()), sum(sizes[key] for key in kept), tuple(needed))
 
 
-class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations that could be kept."""
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ class Adaptation:
     """What one module is given.
 
     - Positions in the whole sequence, if it takes ``position_ids`` and got none.
-    - Of Hugging Face's models: a mask that hides nothing, if one takes an ``attention_mask`` and got none, and no cache, if nobody asked
-      for one. Whether the positions that the user gave mean documents is noted in `Inside.documents`.
+    - Of Hugging Face's models: no cache, if nobody asked for one. Whether the positions that the user gave mean documents is noted in
+      `Inside.documents`.
 
     Args:
         name: The module's name.
@@ -49,7 +49,7 @@ class Adaptation:
             return None
         new: dict[str, Any] = {}
         if self._hugging_face:
-            new.update(self._of_hugging_face(inside, named, device))
+            new.update(self._of_hugging_face(inside, named))
         if "position_ids" in takes and named.get("position_ids") is None:
             if self._counting is None:
                 self._counting = Counting.of(self._name, self._module)
@@ -64,21 +64,20 @@ class Adaptation:
                 return tensor.device
         return None
 
-    def _of_hugging_face(self, inside: Inside, named: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    def _of_hugging_face(self, inside: Inside, named: dict[str, Any]) -> dict[str, Any]:
         takes = self._signature.all_names
         new: dict[str, Any] = {}
         self._refuse(inside, named)
-        uses_cache = named.get("use_cache")
-        if uses_cache is None:
-            uses_cache = getattr(self._module.config, "use_cache", None)
-        if "use_cache" in takes and named.get("use_cache") is None:
+        given_cache = named.get("use_cache")
+        uses_cache = getattr(self._module.config, "use_cache", None) if given_cache is None else given_cache
+        if "use_cache" in takes and given_cache is None:
             new["use_cache"] = False
-        if "attention_mask" in takes and "position_ids" in takes and named.get("attention_mask") is None:
-            new["attention_mask"] = inside.all_seen(device)
-            given = named.get("position_ids")
-            # With a cache Hugging Face does not look for documents; one is dropped while blocks are recomputed.
-            if isinstance(given, Tensor) and given.ndim == 2 and (not uses_cache or self._recomputes()):
-                inside.documents = documents_of(inside.gather(given, 1))
+            inside.cacheless = inside.cacheless or bool(uses_cache and not self._recomputes())
+        given = named.get("position_ids")
+        # With a mask or a cache Hugging Face does not look for documents; a cache is dropped while blocks are recomputed.
+        looks = named.get("attention_mask") is None and not inside.cacheless and (not uses_cache or self._recomputes())
+        if looks and isinstance(given, Tensor) and given.ndim == 2:
+            inside.documents = documents_of(inside.gather(given, 1))
         return new
 
     def _recomputes(self) -> bool:

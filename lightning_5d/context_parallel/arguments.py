@@ -138,12 +138,13 @@ def plain_entering(
         and lengths.near(tensor.shape[1])
         and least(tensor.shape[1])
     ]
-    for fits in (
+    kinds: tuple[Callable[[str, Tensor], bool], ...] = (
         lambda name, t: name in SEQUENCE_NAMES,
         lambda name, t: not t.is_floating_point() and not t.is_complex() and not is_mask(name),
         lambda name, t: t.ndim == 3 and not is_mask(name),
         lambda name, t: lengths.holds(t) and not is_mask(name),
-    ):
+    )
+    for fits in kinds:
         for name, tensor in free:
             if fits(name, tensor):
                 return Entering(tensor.shape[1], tensor.shape[0], 1)
@@ -183,7 +184,7 @@ def enter_shown(shard: SequenceShard, sequence: StepSequence) -> Tensor:
     dim, placement = shard.cut_dim, shard.placement
     if not placement.merged or placement.trail > 1:
         return SequenceShard.enter(shard, dim, sequence)
-    apart = shard.unflatten(dim, (placement.lead, placement.tokens.size))
+    apart = shard.unflatten(dim, (placement.lead, placement.tokens.size))  # type: ignore[no-untyped-call]
     return SequenceShard.enter(apart, dim + 1, sequence).flatten(dim, dim + 1)
 
 

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_5d.context_parallel.inside import Inside
 from lightning_5d.context_parallel.step_sequence import StepSequence
 from lightning_5d.tensor_parallel.random_regions import generators, own_seed
 
-_DROPOUT = (
+DROPOUT = (
     F.dropout,
     F.dropout1d,
     F.dropout2d,
@@ -38,6 +39,8 @@ _DROPOUT = (
     torch.rrelu,
     torch.rrelu_,
 )
+"""The functions of dropout, and what is like it."""
+
 _NOISE = (
     F.gumbel_softmax,
     torch.bernoulli,
@@ -54,7 +57,7 @@ _NOISE = (
 )  # fmt: skip
 _FACTORIES = (torch.rand, torch.randn)
 
-DRAWS = (*_DROPOUT, *_NOISE, *_FACTORIES)
+DRAWS = (*DROPOUT, *_NOISE, *_FACTORIES)
 """The functions that draw random numbers."""
 
 
@@ -68,16 +71,16 @@ class RandomParts:
     def __init__(self, tensor_size: int = 1) -> None:
         self._tensor_size = tensor_size
 
-    def draw(self, sequence: StepSequence, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw(self, inside: Inside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one of `DRAWS`.
 
         Args:
-            sequence: The sequence of the open door.
+            inside: The open door.
             func: The function.
             args: Its arguments.
             kwargs: Its arguments by name.
         """
-        if func in _DROPOUT and not _is_active(args, kwargs):
+        if func in DROPOUT and not is_active(args, kwargs):
             return func(*args, **kwargs)
         subject = None if func in _FACTORIES else args[0] if args else kwargs.get("input", kwargs.get("self"))
         if subject is None:
@@ -88,33 +91,37 @@ class RandomParts:
                 return func(*args, **kwargs)
         else:
             return func(*args, **kwargs)
-        is_own = is_of_tokens(shape, self._lengths(sequence))
-        # Rows that were picked among tokens are another number on each rank, and the shared stream has to go on alike.
-        if not is_own and len(shape) != 2:
+        sequence = inside.sequence
+        if not is_of_tokens(shape, self._lengths(sequence), inside.rows):
             return func(*args, **kwargs)
         given = kwargs.get("generator")
         used = tuple(generators(device)) if given is None else (given,)
         number = int(torch.empty((), dtype=torch.int64, device=used[0].device).random_(generator=used[0]).item())
         # Of the two streams of a device and of the CPU, only the one that is drawn from has to be set.
-        with _Seeded(used[-1:], own_seed(number, sequence.rank if is_own else -1)):
+        with _Seeded(used[-1:], own_seed(number, sequence.rank)):
             return func(*args, **kwargs)
 
-    def _lengths(self, sequence: StepSequence) -> range:
-        least = sequence.cut.local // self._tensor_size if self._tensor_size > 1 else sequence.cut.local
-        most = -(-sequence.cut.local // self._tensor_size)
-        return range(max(least, 1), max(most, least) + 1)
+    def _lengths(self, sequence: StepSequence) -> frozenset[int]:
+        """How many tokens there are along a dimension of tokens, inside and outside of what the tensor axis cuts again."""
+        local, size = sequence.cut.local, self._tensor_size
+        return frozenset([local, local // size, -(-local // size)]) - {0}
 
 
-def is_of_tokens(shape: tuple[int, ...], lengths: Iterable[int]) -> bool:
+def is_of_tokens(shape: tuple[int, ...], lengths: Iterable[int], rows: int) -> bool:
     """Whether a tensor of this shape has numbers for single tokens, and not for whole samples or weights.
 
     Args:
         shape: Its shape.
         lengths: How many tokens there are, in one or several ways in which they are cut.
+        rows: How many sequences there are.
     """
     if not shape or (len(shape) > 1 and all(size == 1 for size in shape[1:])):  # one number for a whole sample
         return False
-    return any(length in shape or (len(shape) == 2 and shape[0] % length == 0) for length in lengths)
+    if any(length in shape for length in lengths):
+        return True
+    # Rows of another number than there are sequences are tokens of all of them, or those that were picked for something. Of these each
+    # rank has as many as it has, and the shared stream has to go on alike.
+    return len(shape) == 2 and shape[0] != rows
 
 
 class _Seeded(ExitStack):
@@ -127,7 +134,8 @@ class _Seeded(ExitStack):
             generator.manual_seed(seed)
 
 
-def _is_active(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_active(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of dropout drops anything."""
     rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     return bool(rate) and bool(training)

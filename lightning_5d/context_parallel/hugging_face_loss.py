@@ -74,7 +74,7 @@ def _shown(outputs: Tensor, target: Tensor, inside: Inside) -> Tensor | None:
             if rest == 0 and target.shape[0] == rows * (cut.length - less):
                 if less:
                     raise _shifted(inside, outputs, target)
-                local = outputs.unflatten(0, (rows, cut.local))
+                local = outputs.unflatten(0, (rows, cut.local))  # type: ignore[no-untyped-call]
                 return SequenceShard.wrap(local, dim=1, sequence=inside.sequence).flatten(0, 1)
         return None
     if target.ndim >= 2:

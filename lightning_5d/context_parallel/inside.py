@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from lightning_5d.context_parallel.step_sequence import StepSequence
@@ -24,7 +23,9 @@ class Inside:
         sequence: The sequences, and how they are cut.
         documents: (B, S) or (1, S), int64, whole: which document each token belongs to, where a causal model of Hugging Face would read it
             off the user's own ``position_ids``. ``None`` if all tokens of a row are one document. Bidirectional models do not ask.
-        rows: Rows of the tensors that were cut.
+        rows: Sequences in the tensors that were cut, B.
+        cacheless: Whether a model of Hugging Face that would keep a cache by itself was told not to. In one process it would then not look
+            for documents.
         paused: Whether code of the user's level is running (a loss that sees whole sequences): nothing is then redirected.
     """
 
@@ -32,8 +33,8 @@ class Inside:
     sequence: StepSequence
     documents: Tensor | None = None
     rows: int = 1
+    cacheless: bool = False
     paused: bool = False
-    _all_seen: Tensor | None = field(default=None, repr=False)
     _gathered: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     @contextmanager
@@ -44,20 +45,6 @@ class Inside:
             yield
         finally:
             self.paused = before
-
-    def all_seen(self, device: torch.device) -> Tensor:
-        """(B, s), bool: a mask that hides no token, given to models of Hugging Face that got none.
-
-        They would else read positions that do not grow by one, as in zigzag order, as packed documents.
-        """
-        if self._all_seen is None or self._all_seen.device != device:
-            self._all_seen = torch.ones(self.rows, self.sequence.cut.local, dtype=torch.bool, device=device)
-        return self._all_seen
-
-    def hides_nothing(self, mask: Tensor) -> bool:
-        """Whether a mask is the one of `all_seen`, or a view of it: there is then no padding, and nothing to gather."""
-        own = self._all_seen
-        return own is not None and mask.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """`StepSequence.gather`, once per tensor: all layers of a model share a mask. All ranks call it together."""

@@ -59,7 +59,7 @@ class Leaving:
                 plain[path] = value
                 return value
             if dim == "rows":
-                local = value.unflatten(0, (entering.rows, inside.sequence.cut.local))
+                local = value.unflatten(0, (entering.rows, inside.sequence.cut.local))  # type: ignore[no-untyped-call]
                 return SequenceShard.wrap(local, dim=1, sequence=inside.sequence).flatten(0, 1)
             return SequenceShard.wrap(value, dim=dim, sequence=inside.sequence)
 

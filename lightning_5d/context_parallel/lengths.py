@@ -161,10 +161,11 @@ def batch_lengths(args: Sequence[Any], kwargs: Mapping[str, Any], keys: Keys) ->
 
 def _first(found: Sequence[tuple[Path, Tensor]], keys: Keys) -> tuple[Path, Tensor]:
     free = [(path, tensor) for path, tensor in found if path not in keys]
-    for fits in (
+    kinds: tuple[Callable[[Tensor], bool], ...] = (
         lambda t: t.ndim >= 2 and not t.is_floating_point() and not t.is_complex(),
         lambda t: t.ndim == 3,
-    ):
+    )
+    for fits in kinds:
         for path, tensor in free:
             if fits(tensor) and not (path and is_label(path[-1])):
                 return path, tensor

@@ -68,7 +68,7 @@ class Counting:
         if self.kind == "not padding" and isinstance(ids, Tensor):
             counted = inside.gather(ids, 1).ne(self.padding).long()
             return sequence.part(counted.cumsum(1) * counted + self.padding, 1, fill=self.padding)
-        if self.kind == "seen" and isinstance(mask, Tensor) and not inside.hides_nothing(mask):
+        if self.kind == "seen" and isinstance(mask, Tensor):
             counted = inside.gather(mask, 1).long()
             return sequence.part(counted.cumsum(1) * counted - 1, 1)
         # Padding gets the last token's position: a table of positions may end there.

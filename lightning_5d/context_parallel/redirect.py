@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_5d.context_parallel.attention import ContextAttention, default_scale
-from lightning_5d.context_parallel.dropout import DRAWS, RandomParts
+from lightning_5d.context_parallel.dropout import DRAWS, DROPOUT, RandomParts, is_active
 from lightning_5d.context_parallel.given_masks import GivenMasks
+from lightning_5d.context_parallel.hugging_face_loss import LOSSES, answer_loss
 from lightning_5d.context_parallel.hugging_face_masks import stating_masks
 from lightning_5d.context_parallel.inside import Inside
 from lightning_5d.context_parallel.masks import AttentionMask
@@ -28,6 +29,7 @@ _ATEN = torch.ops.aten
 _PRODUCT = F.scaled_dot_product_attention
 _CALLS = (_PRODUCT, _ATEN.scaled_dot_product_attention, _ATEN.scaled_dot_product_attention.default)
 _TRIANGLES = (torch.tril, Tensor.tril, torch.triu, Tensor.triu)
+_NOTED = frozenset([*_TRIANGLES, *RepeatedHeads.CALLS])
 # What `scaled_dot_product_attention` chooses from; models that call one of these themselves are rare.
 _KERNELS = tuple(
     call
@@ -86,6 +88,7 @@ class Redirect(TorchFunctionMode):
             **dict.fromkeys(_TRIANGLES, self._triangle),
             **dict.fromkeys(RepeatedHeads.CALLS, self._repeat),
             **dict.fromkeys(DRAWS, self._draw),
+            **dict.fromkeys(LOSSES, self._loss),
         }
 
     @contextmanager
@@ -97,8 +100,13 @@ class Redirect(TorchFunctionMode):
         """
         before, self._inside = self._inside, inside
         try:
-            with stating_masks(inside), self:
-                yield
+            with stating_masks(inside):
+                # Private; checked with torch 2.13. Entered twice it would redirect what attention itself calls.
+                if _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
+                    yield
+                else:
+                    with self:
+                        yield
         finally:
             self._inside = before
             self._masks.clear()
@@ -119,10 +127,16 @@ class Redirect(TorchFunctionMode):
         handler = self._handlers.get(func)
         if handler is None and self.watch is None:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if torch.compiler.is_compiling() and (
+            func in _NOTED or (func in DROPOUT and not is_active(args, kwargs or {}))
+        ):
+            return func(*args, **kwargs) if kwargs else func(*args)
         return self._handled(func, handler, args, kwargs or {})
 
+    # Compiled code breaks here: what goes to other ranks runs as it is, with everything else compiled on both sides.
+    @torch.compiler.disable(reason="attention of all ranks of the context axis")  # type: ignore[no-untyped-call,untyped-decorator]
     def _handled(self, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inside = self._inside
+        inside = None if self._inside is None or self._inside.paused else self._inside
         output = func(*args, **kwargs) if handler is None or inside is None else handler(func, args, kwargs)
         if self.watch is not None and inside is not None:
             self.watch.look(inside, func, args, kwargs, output)
@@ -136,6 +150,10 @@ class Redirect(TorchFunctionMode):
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._attend(*args, **kwargs)
+
+    def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        answer = answer_loss(self._open, func, args, kwargs)
+        return func(*args, **kwargs) if answer is NotImplemented else answer
 
     def _attend(
         self,
@@ -243,7 +261,7 @@ class Redirect(TorchFunctionMode):
         return result
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._random.draw(self._open.sequence, func, args, kwargs)
+        return self._random.draw(self._open, func, args, kwargs)
 
 
 class Untold(Tensor):

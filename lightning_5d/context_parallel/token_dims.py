@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_5d.shown.tensor import ShownTensor
 from lightning_5d.tensor_parallel.sequence_mixing import DIMENSION
 
 Dims = frozenset[int]
@@ -254,6 +255,8 @@ def _is_view(x: Tensor, result: Tensor) -> bool:
         x.numel() > 0
         and result.numel() > 0
         and type(x).__name__ != "StatedMask"
+        and not isinstance(x, ShownTensor)  # those have no memory of their own
+        and not isinstance(result, ShownTensor)
         and x.dtype == result.dtype
         and x.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
     )

@@ -32,7 +32,7 @@ class Leaf:
     dtype: torch.dtype
     trained: bool
     whole: int | None = None
-    form: Hashable = None
+    form: tuple[int, Hashable] | None = None
 
 
 class Forms:
@@ -45,7 +45,7 @@ class Forms:
     def __init__(self, axes: Sequence[Parallelized] = ()) -> None:
         self._axes = [axis for axis in axes if type(axis).plain_form is not Parallelized.plain_form]
 
-    def plain(self, tensor: Tensor) -> tuple[Tensor, Hashable]:
+    def plain(self, tensor: Tensor) -> tuple[Tensor, tuple[int, Hashable] | None]:
         """A tensor as it travels, and which axis makes it again from what; ``None`` for one that is plain."""
         if type(tensor) is Tensor:
             return tensor, None
@@ -54,12 +54,13 @@ class Forms:
                 return found[0], (index, found[1])
         return tensor, None
 
-    def again(self, plain: Tensor, form: Any) -> Tensor:
+    def again(self, plain: Tensor, form: tuple[int, Any] | None) -> Tensor:
         """What it was, on the stage that has got it."""
         if form is None:
             return plain
         index, description = form
-        return self._axes[index].from_plain_form(plain, description)
+        axis = self._axes[index]
+        return axis.from_plain_form(plain, description)
 
 
 NO_FORMS = Forms()
@@ -138,7 +139,7 @@ def take_apart(payload: Any, stage: int, forms: Forms = NO_FORMS) -> tuple[list[
     return [plain for plain, _ in sent], spec
 
 
-def _leaf_of(tensor: Tensor, form: Hashable) -> Leaf:
+def _leaf_of(tensor: Tensor, form: tuple[int, Hashable] | None) -> Leaf:
     return Leaf(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, length_on(tensor), form)
 
 

@@ -109,8 +109,8 @@ class HandMadeDoor:
         self.attention = GatheredAttention(self.axis)
         self.redirect = Redirect(self.attention)
 
-    def inside(self, documents: Tensor | None = None) -> Inside:
-        return Inside("the model", self.sequence, documents)
+    def inside(self, documents: Tensor | None = None, rows: int = 1) -> Inside:
+        return Inside("the model", self.sequence, documents, rows=rows)
 
     def local(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs with this rank's tokens: of all that have the sequence's length behind the batch."""

@@ -28,7 +28,7 @@ def test_every_schedule(ranks: RankPool, name: str) -> None:
     compare(ranks, decoder(num_layers=4), pipeline, ContextParallel(2), world=4, tokens=8)
 
 
-@pytest.mark.parametrize(("method", "schedule"), [("ulysses", "zb_v"), ("all_gather zigzag", "interleaved")])
+@pytest.mark.parametrize(("method", "schedule"), [("ulysses", "zb_v"), ("all_gather zigzag", "interleaved_1f1b")])
 def test_methods_behind_stages(ranks: RankPool, method: str, schedule: str) -> None:
     chunks: dict[str, Any] = {"chunks": 2} if SCHEDULES[schedule].chunks is None else {}
     pipeline = PipelineParallel(2, schedule=schedule, microbatches=2, **chunks)
@@ -79,7 +79,9 @@ def test_double_precision(ranks: RankPool, method: str, precision: Any) -> None:
 
 
 def test_sixteen_ranks_of_one_sequence(ranks: RankPool) -> None:
-    compare(ranks, decoder(), ContextParallel(16), world=16, data=partial(uneven, tokens=32))
+    # In fp32, sums of sixteen parts are rounded more often than those of one process.
+    data = partial(uneven, tokens=32)
+    compare(ranks, decoder(), ContextParallel(16), world=16, data=data, precision="64-true", tolerance=1e-10)
 
 
 def test_a_mixture_with_cut_layers(ranks: RankPool) -> None:

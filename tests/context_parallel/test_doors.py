@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_5d.context_parallel.shown import is_shown
 from lightning_5d.models.decoder import DecoderConfig
 from lightning_5d.models.language_model import LanguageModel
 from tests.context_parallel.inside_doors import compare, doors_of, tokens
@@ -107,6 +108,60 @@ def test_layers_in_the_lightning_module_are_doors_each_and_positions_there_are_g
     ranks(2, _layers, backend="gloo", timeout=60)
 
 
+class Pieces(L.LightningModule):
+    """Calls a head on pieces of what a door has shown."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self.what = nn.Embedding(13, WIDTH), nn.Linear(WIDTH, 13), what
+        self.mix = Attention()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x, labels = self.embed(batch["input_ids"]), batch["labels"]
+        n = labels.shape[1]
+        if self.what == "window":
+            logits, labels = self.head(self.mix(x[:, :-1])).flatten(0, 1), labels[:, 1:].flatten()
+        elif self.what == "flat":
+            logits, labels = self.head(x.flatten(0, 1)), labels.flatten()
+        elif self.what == "chosen":
+            chosen = labels != -100
+            logits, labels = self.head(x[chosen]), labels[chosen]
+        else:
+            logits, labels = self.head(x[:, n - 2 :]).flatten(0, 1), labels[:, n - 2 :].flatten()
+        assert logits.shape == (*labels.shape, 13)
+        return F.cross_entropy(logits, labels)
+
+
+def _pieces(rank: int) -> None:
+    for what in ("window", "flat", "chosen", "few"):
+        for length in (8, 7):
+            compare(Pieces(what), _step, _batch(length))
+
+
+def test_pieces_of_shown_sequences_go_through_doors_again(ranks: RankPool) -> None:
+    ranks(2, _pieces, backend="gloo", timeout=60)
+
+
+def _held(rank: int) -> tuple[list[tuple[int, ...]], list[bool]]:
+    module, batch = Layers(), _batch(8)
+    seen: list[tuple[int, ...]] = []
+    module.blocks[1].qkv.register_forward_hook(lambda m, args, out: seen.append(tuple(args[0].shape)))
+    doors = doors_of(module)
+    with doors.step((batch, 0), {}):
+        x = module.tokens(batch["input_ids"])
+        for block in module.blocks:
+            x = block(x)
+        logits = module.heads["token"](x)
+        flat = module.heads["token"](x.flatten(0, 1))
+    doors.close()
+    return seen, [is_shown(x), is_shown(logits), is_shown(flat)]
+
+
+def test_each_rank_computes_its_tokens_alone_and_holds_no_others(ranks: RankPool) -> None:
+    assert ranks(2, _held, backend="gloo", timeout=60) == [([(2, 4, WIDTH)], [True] * 3)] * 2
+
+
 @dataclass
 class Out:
     hidden: Tensor
@@ -145,8 +200,10 @@ class Nested(L.LightningModule):
         assert out.hidden.shape == (*ids.shape, WIDTH)
         assert out.extra["flat"].shape == (ids.numel(), WIDTH)
         each, again = out.extra["each"]
-        assert each.shape == ids.shape and torch.equal(torch.as_tensor(again[0]), ids)
-        assert out.extra["none"] is None and out.extra["name"] == "wide"
+        assert each.shape == ids.shape
+        assert torch.equal(torch.as_tensor(again[0]), ids)
+        assert out.extra["none"] is None
+        assert out.extra["name"] == "wide"
         target = torch.linspace(0, 1, ids.numel())
         return out.hidden.square().mean() + (out.extra["flat"].sum(-1) * target).sum() + (each * more["weights"]).sum()
 
@@ -157,7 +214,8 @@ def _nested(rank: int, length: int) -> None:
         "speaker": torch.randn(2, 5, generator=generator),
         "weights": torch.rand(2, length, generator=generator),
     }
-    compare(Nested(), _step, (tokens(2, length), more), keys={"weights": 1})
+    outside = ("scale", "table", "speaker.weight")
+    compare(Nested(), _step, (tokens(2, length), more), outside, keys={"weights": 1})
 
 
 @pytest.mark.parametrize("length", [8, 6])
@@ -205,7 +263,8 @@ def _apart(rank: int) -> list[str]:
 def test_what_was_made_of_a_part_of_the_tokens_is_refused_by_name_where_it_is_used(ranks: RankPool) -> None:
     for first, mean, wide in ranks(2, _apart, backend="gloo", timeout=60):
         assert "Output 1 of net (_Returns), of shape (2, 8), was made of 4 of the 8 tokens" in first
-        assert "of shape (), was made of 4 of the 8 tokens" in mean and "training_step" in mean
+        assert "of shape (), was made of 4 of the 8 tokens" in mean
+        assert "training_step" in mean
         assert 'keys={"net.1": 1}' in wide.replace("'", '"')  # 8 columns: tokens or features
 
 
@@ -266,7 +325,8 @@ def _exceptions(rank: int) -> None:
     module.net(ids)
     assert seen == [(2, 4), (2, 4), (2, 8), (2, 1), (2, 8)]
     assert twin.net.inner.seen[-1] == (2, 8)
-    assert "forward" not in vars(module.net) and not module.net._forward_pre_hooks
+    assert "forward" not in vars(module.net)
+    assert not module.net._forward_pre_hooks
     assert not module.net.inner._forward_pre_hooks
 
 
@@ -310,8 +370,11 @@ def _refusals(rank: int) -> list[str]:
 
 def test_masks_of_pairs_and_lengths_that_cannot_be_cut_are_refused_with_their_numbers(ranks: RankPool) -> None:
     for square, four, short, padded, dim in ranks(2, _refusals, backend="gloo", timeout=60):
-        assert "attn_mask of net has shape (8, 8)" in square and "is_causal=True" in square
+        assert "attn_mask of net has shape (8, 8)" in square
+        assert "is_causal=True" in square
         assert "(2, 1, 8, 8)" in four
-        assert "has 3 tokens, and 2 ranks need at least 4" in short and 'balance="contiguous"' in short
-        assert "10 tokens" in padded and "8 or 12" in padded
+        assert "has 3 tokens, and 2 ranks need at least 4" in short
+        assert 'balance="contiguous"' in short
+        assert "10 tokens" in padded
+        assert "8 or 12" in padded
         assert "without a dimension 2" in dim

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from tests.context_parallel.inside_doors import causal_masks, compare, doors_of, tokens
+from tests.context_parallel.inside_doors import compare, doors_of, tokens
 from tests.ranks import RankPool
 
 SIZES = {
@@ -67,15 +67,23 @@ def _model(name: str, **options: Any) -> Any:
     return model.eval()  # no dropout
 
 
+def _own_loss(logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
+    picked = logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0)).squeeze(-1)
+    return -(picked * (labels[:, 1:] != -100)).sum() / labels.shape[1]
+
+
 def _causal(rank: int) -> None:
-    with causal_masks():
-        for name in ("llama", "gpt2"):
-            model = _model(name)
-            for length in (8, 7):
-                compare(Wrapped(copy.deepcopy(model)), _step, _batch(length))
-            # Sums over all tokens of a window, as trainers divide them.
-            compare(Wrapped(copy.deepcopy(model), num_items_in_batch=11), _step, _batch(8))
-        assert "_loss_function" not in vars(model)
+    for name in ("llama", "gpt2"):
+        model = _model(name)
+        for length in (8, 7):
+            compare(Wrapped(copy.deepcopy(model)), _step, _batch(length))
+        # Sums over all tokens of a window, as trainers divide them.
+        compare(Wrapped(copy.deepcopy(model), num_items_in_batch=11), _step, _batch(8))
+    assert "_loss_function" not in vars(model)
+    model.loss_function = _own_loss
+    module = Wrapped(model)
+    compare(module, _step, _batch(7))
+    assert module.model.loss_function is _own_loss
 
 
 def test_causal_models_shift_labels_over_cuts_and_get_global_positions(ranks: RankPool) -> None:
@@ -83,12 +91,11 @@ def test_causal_models_shift_labels_over_cuts_and_get_global_positions(ranks: Ra
 
 
 def _bert(rank: int) -> None:
-    with causal_masks():
-        for name in ("bert", "roberta"):
-            batch = _batch(8)
-            batch["input_ids"][1, :3] = 1  # RoBERTa's padding: its positions do not count it
-            compare(Wrapped(_model(name)), _step, batch)
-        compare(Wrapped(_model("bert")), _step, _batch(7))
+    for name in ("bert", "roberta"):
+        batch = _batch(8)
+        batch["input_ids"][1, :3] = 1  # RoBERTa's padding: its positions do not count it
+        compare(Wrapped(_model(name)), _step, batch)
+    compare(Wrapped(_model("bert")), _step, _batch(7))
 
 
 def test_losses_inside_of_models_are_of_the_whole_sequence(ranks: RankPool) -> None:
@@ -111,24 +118,22 @@ def _documents(rank: int) -> None:
     model, batch = _model("llama", use_cache=False), {"input_ids": tokens(2, 8), "position_ids": packed}
     compare_to = copy.deepcopy(model)
     expected = compare_to(**batch).logits
-    with causal_masks():
-        module = _Logits(model)
-        doors = doors_of(module)
-        with doors.step((batch, 0), {}):
-            shown = model(**batch).logits
-            # Inside of models, too: any module with weights is a door where the step calls it.
-            again = model.lm_head(model.model(**batch).last_hidden_state)
-        doors.close()
+    module = _Logits(model)
+    doors = doors_of(module)
+    with doors.step((batch, 0), {}):
+        shown = model(**batch).logits
+        # Inside of models, too: any module with weights is a door where the step calls it.
+        again = model.lm_head(model.model(**batch).last_hidden_state)
+    doors.close()
     for logits in (shown, again):
         torch.testing.assert_close(logits + 0 * torch.zeros(()), expected, rtol=1e-4, atol=1e-5)
     # With a cache, which is the default, Hugging Face does not look for documents.
     kept = _model("llama")
     expected = copy.deepcopy(kept)(**batch).logits
-    with causal_masks():
-        doors = doors_of(_Logits(kept))
-        with doors.step((batch, 0), {}):
-            torch.testing.assert_close(kept(**batch).logits + 0 * torch.zeros(()), expected, rtol=1e-4, atol=1e-5)
-        doors.close()
+    doors = doors_of(_Logits(kept))
+    with doors.step((batch, 0), {}):
+        torch.testing.assert_close(kept(**batch).logits + 0 * torch.zeros(()), expected, rtol=1e-4, atol=1e-5)
+    doors.close()
 
 
 def test_positions_that_restart_are_documents_where_they_are_in_one_process(ranks: RankPool) -> None:
@@ -142,27 +147,28 @@ def _refused(rank: int) -> list[str]:
         (_model("llama"), {"logits_to_keep": 1}),
         (_model("llama"), {"use_cache": True}),
     ]
-    with causal_masks():
-        compare(Wrapped(_model("mixtral")), _step, _batch(8))
-        for model, call in calls:
-            module = Wrapped(model, **call)
-            doors = doors_of(module)
-            with pytest.raises(MisconfigurationException) as caught, doors.step((_batch(8), 0), {}):
-                module.loss(_batch(8)).backward()
-            messages.append(str(caught.value))
-            doors.close()
-            # What goes on from cached keys is whole, in steps too.
-            expected = model.generate(tokens(2, 8), max_new_tokens=2, do_sample=False, pad_token_id=0)
-            doors = doors_of(module)
-            with doors.step((_batch(8), 0), {}):
-                generated = model.generate(tokens(2, 8), max_new_tokens=2, do_sample=False, pad_token_id=0)
-            doors.close()
-            assert torch.equal(generated, expected)
+    compare(Wrapped(_model("mixtral")), _step, _batch(8))
+    for model, call in calls:
+        module = Wrapped(model, **call)
+        doors = doors_of(module)
+        with pytest.raises(MisconfigurationException) as caught, doors.step((_batch(8), 0), {}):
+            module.loss(_batch(8)).backward()
+        messages.append(str(caught.value))
+        doors.close()
+        # What goes on from cached keys is whole, in steps too.
+        expected = model.generate(tokens(2, 8), max_new_tokens=2, do_sample=False, pad_token_id=0)
+        doors = doors_of(module)
+        with doors.step((_batch(8), 0), {}):
+            generated = model.generate(tokens(2, 8), max_new_tokens=2, do_sample=False, pad_token_id=0)
+        doors.close()
+        assert torch.equal(generated, expected)
     return messages
 
 
 def test_what_each_rank_would_make_of_its_tokens_alone_is_refused(ranks: RankPool) -> None:
     for router, keep, cache in ranks(2, _refused, backend="gloo", timeout=60):
-        assert "loss of model (MixtralForCausalLM)" in router and "output_router_logits=False" in router
-        assert "logits_to_keep=1" in keep and "4 of 8 tokens" in keep
+        assert "loss of model (MixtralForCausalLM)" in router
+        assert "output_router_logits=False" in router
+        assert "logits_to_keep=1" in keep
+        assert "4 of 8 tokens" in keep
         assert "use_cache=True" in cache

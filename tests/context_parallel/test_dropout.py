@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_5d.context_parallel.dropout import is_of_tokens
+from lightning_5d.context_parallel.redirect import Redirect
 from lightning_5d.tensor_parallel.layout import Region, TensorLayout
 from lightning_5d.tensor_parallel.random_regions import RandomRegions
 from tests.context_parallel.by_gathering import HandMadeDoor, Mirrored
@@ -21,7 +22,7 @@ def drawn(rank: int, draw: Callable[[Tensor], Tensor], size: int = 2, seed: int 
     door = HandMadeDoor(LENGTH, axis=Mirrored(rank, size))
     x = torch.ones(BATCH, door.cut.local, WIDTH)
     torch.manual_seed(seed)
-    with door.redirect.inside(door.inside()):
+    with door.redirect.inside(door.inside(rows=BATCH)):
         result = draw(x)
     return result, torch.rand(())
 
@@ -76,8 +77,9 @@ def test_everything_else_is_drawn_alike(name: str) -> None:
 
 
 def test_the_shared_stream_goes_on_alike_where_ranks_pick_different_numbers_of_tokens() -> None:
-    after = [drawn(rank, lambda x, rank=rank: F.dropout(torch.ones(5 + 2 * rank, WIDTH)))[1] for rank in (0, 1)]
-    assert torch.equal(*after)
+    found = [drawn(rank, lambda x, rank=rank: F.dropout(torch.ones(5 + 2 * rank, WIDTH))) for rank in (0, 1)]
+    assert torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][0], found[1][0][:5])
 
 
 def test_four_ranks_all_differ_and_nothing_repeats_from_layer_to_layer() -> None:
@@ -103,7 +105,7 @@ def test_a_block_that_runs_again_draws_the_same_masks(reentrant: bool) -> None:
     masks: list[Tensor] = []
 
     door = HandMadeDoor(LENGTH, axis=Mirrored(1))
-    inside = door.inside()
+    inside = door.inside(rows=BATCH)
 
     def block(x: Tensor) -> Tensor:
         # As doors do for what runs again, where backward has left every mode.
@@ -160,8 +162,22 @@ def test_ranks_of_both_axes_draw_their_own_inside_a_tensor_parallel_region() -> 
     assert len({float(after) for _, _, after in found.values()}) == 1
 
 
-def test_a_part_of_the_tokens_that_sequence_parallelism_cuts_again_is_known() -> None:
-    assert is_of_tokens((3, 4, 6), range(4, 9))
-    assert is_of_tokens((12, 6), range(4, 9))
-    assert not is_of_tokens((8, 1, 1), [8])
-    assert not is_of_tokens((3, 50, 6), [8])
+@pytest.mark.parametrize("shape", [(BATCH, LOCAL, WIDTH), (BATCH, 3, WIDTH), (BATCH * LOCAL, WIDTH)])
+def test_tokens_that_sequence_parallelism_cuts_again_get_their_own_numbers_as_well(shape: tuple[int, ...]) -> None:
+    masks = []
+    for rank in (0, 1):
+        door = HandMadeDoor(LENGTH, axis=Mirrored(rank))
+        torch.manual_seed(7)
+        redirect = Redirect(door.attention, tensor_size=3)
+        with redirect.inside(door.inside(rows=BATCH)):
+            masks.append(F.dropout(torch.ones(shape)))
+    assert not torch.equal(*masks)
+
+
+def test_tokens_are_known_by_their_shape() -> None:
+    assert is_of_tokens((3, 8, 6), [8], 3)
+    assert is_of_tokens((24, 6), [8], 3)
+    assert is_of_tokens((5, 6), [8], 3)
+    assert not is_of_tokens((8, 1, 1), [8], 8)
+    assert not is_of_tokens((3, 50, 6), [8, 1], 3)
+    assert not is_of_tokens((3, 6), [8, 1], 3)

@@ -28,12 +28,12 @@ def test_every_stage_with_two_data_ranks(ranks: RankPool, stage: int) -> None:
     compare(ranks, decoder(), RowsApart(2), ZeRO(stage=stage), world=4, accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_one_data_rank(ranks: RankPool, stage: int) -> None:
     compare(ranks, decoder(), RowsApart(2), ZeRO(stage=stage), world=2)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_hybrid(ranks: RankPool, stage: int) -> None:
     compare(ranks, decoder(), RowsApart(2), ZeRO(stage=stage, replicate=2), world=8, rows=32, batch=8)
 
@@ -50,7 +50,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_tensor_axis(ranks: RankPool, stage: int) -> None:
     # Without the vocabulary: the stand-in's doors know of no logits that are cut.
     compare(ranks, decoder(), RowsApart(2), TensorParallel(2, plan=BLOCKS), ZeRO(stage=stage), world=8)

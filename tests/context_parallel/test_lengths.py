@@ -57,7 +57,8 @@ def test_the_length_is_found(batch: Any, keys: dict[str, int | None], expected: 
 def test_a_batch_without_a_sequence_is_refused_with_its_shapes_and_what_to_say() -> None:
     with pytest.raises(MisconfigurationException) as caught:
         batch_lengths(({"image": floats(2, 3, 32, 32), "y": ints(2)}, 0), {}, Keys())
-    assert "image (2, 3, 32, 32)" in str(caught.value) and 'ContextParallel(keys={"image": 1})' in str(caught.value)
+    assert "image (2, 3, 32, 32)" in str(caught.value)
+    assert 'ContextParallel(keys={"image": 1})' in str(caught.value)
     with pytest.raises(MisconfigurationException, match="no tensors"):
         batch_lengths((["text"], 0), {}, Keys())
 
@@ -77,7 +78,8 @@ def test_lengths_that_cannot_be_cut_are_refused_with_both_numbers(
 ) -> None:
     with pytest.raises(MisconfigurationException) as caught:
         check_length(cut, "x", pad=pad)
-    assert numbers in str(caught.value) and fix in str(caught.value)
+    assert numbers in str(caught.value)
+    assert fix in str(caught.value)
 
 
 @pytest.mark.parametrize("cut", [SequenceCut(4, 2), SequenceCut(7, 2), SequenceCut(2, 2, "contiguous")])
@@ -133,7 +135,7 @@ def test_what_a_person_says_about_an_argument_counts() -> None:
     assert cut_dimension("net", ("frames",), floats(2, 4, 8), HOW, LENGTHS, say) == 2
     assert cut_dimension("net", ("x",), ints(2, 8), HOW, LENGTHS, say) is None
     assert cut_dimension("head", ("x",), ints(2, 8), HOW, LENGTHS, say) == 1
-    with pytest.raises(MisconfigurationException, match="9 entries along dimension 2.*8 tokens"):
+    with pytest.raises(MisconfigurationException, match=r"9 entries along dimension 2.*8 tokens"):
         cut_dimension("net", ("frames",), floats(2, 4, 9), HOW, LENGTHS, say)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from lightning_5d.context_parallel.cut import Balance
 from lightning_5d.models.decoder import Decoder, DecoderConfig
@@ -276,6 +277,29 @@ def test_nothing_is_redirected_at_user_level_or_after_an_error() -> None:
         1 / 0  # noqa: B018
     assert torch.equal(module(x), expected)
     assert door.redirect.calls == 1
+
+
+def test_compiled_blocks_break_at_attention_and_at_dropout_only() -> None:
+    torch.manual_seed(0)
+    model = Calls(lambda m, q, k, v: m.dropout(sdpa(q, repeat_kv(k, 2), repeat_kv(v, 2), is_causal=True)), kv_heads=2)
+    model.dropout = nn.Dropout(0.5)
+    x = torch.randn(BATCH, 12, WIDTH)
+    outputs = []
+    for compiled in (False, True):
+        counter = CompileCounter()
+        if compiled:
+            model.compile(backend=counter)
+        for training, rank in ((False, 0), (True, 0), (True, 1)):
+            door = HandMadeDoor(12, axis=Mirrored(rank))
+            torch.manual_seed(3)
+            with torch.no_grad():
+                outputs.append(door(model.train(training), x=x))
+            assert door.redirect.calls == 1
+        if compiled:
+            assert counter.frame_count <= 12
+    for eager, compiled_output in zip(outputs[:3], outputs[3:], strict=True):
+        torch.testing.assert_close(compiled_output, eager)
+    assert not torch.equal(outputs[4], outputs[5])
 
 
 @pytest.mark.alone

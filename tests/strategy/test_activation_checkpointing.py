@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_5d import ActivationCheckpointing, FiveD, ParallelPlan, RunContext, ZeRO
 from lightning_5d.activation_checkpointing import Checkpointed, restore
+from lightning_5d.hidden_operations import hidden_operations
 from lightning_5d.models.activations import block_activation_bytes
 from lightning_5d.models.decoder import Decoder, DecoderConfig, rotary_angles
 from lightning_5d.plan import find_plan
@@ -761,3 +762,48 @@ def _cache_name(model: nn.Module) -> str:
     import inspect
 
     return next(name for name in ("cache", "past_key_values") if name in inspect.signature(model.forward).parameters)
+
+
+TABLES: list[Tensor] = []
+"""Of the step that is going on."""
+
+
+class Remembering(nn.Module):
+    """Makes a table if no layer has made it in this step, and computes with it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with hidden_operations():
+            if not TABLES:
+                TABLES.append(torch.eye(8).mm(torch.full((8, 8), 0.1)).add_(1.0))
+            x = Weighing.apply(x, TABLES[0])
+        return x + self.down(torch.tanh(self.up(x)).sin())
+
+
+class Forgetting(Stack):
+    """Has no table any more when backward comes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        TABLES.clear()
+        return x
+
+
+class Weighing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(table)
+        return (x.flatten(0, 1).mm(table)).mul_(0.5).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (table,) = ctx.saved_tensors
+        return 0.5 * gradient @ table.T, None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_operations_that_do_not_run_twice_alike_are_hidden(mode: ActivationCheckpointing) -> None:
+    check_equal(lambda: Forgetting(Remembering), mode)

@@ -122,6 +122,6 @@ def local_cross_entropy(logits: Tensor, labels: Tensor, sequence: StepSequence, 
     if not isinstance(loss, SequenceShard):
         return loss
     if flat:
-        loss = loss.unflatten(0, (rows, cut.length))
+        loss = loss.view(rows, cut.length)
     inside = SequenceShard.enter(loss, 1, sequence)
     return inside.flatten() if flat else inside

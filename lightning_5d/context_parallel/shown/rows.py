@@ -184,7 +184,7 @@ def _masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     def call(input: Any, mask: Any, *, out: Any = None) -> Any:
         if not isinstance(input, SequenceShard) or out is not None:
             return NotImplemented
-        shape = torch.broadcast_shapes(input.shape, mask.shape)
+        shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]
         if shape != input.shape:
             return NotImplemented
         return input[mask.expand(shape)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -174,4 +173,4 @@ class Selection(Tokens):
 
 def same(one: Tokens, other: Tokens) -> bool:
     """Whether each rank holds the same entries of both."""
-    return one is other or cast(bool, one == other)
+    return one is other or one == other
