@@ -35,10 +35,11 @@ class CutSequences(Parallelized):
 
     def __init__(self, module: nn.Module, plugin: ContextParallel, mesh: ParallelMesh) -> None:
         self._module, self._plugin = module, plugin
-        self._axis = open_axis(mesh.group("cp"), mesh.device)
+        self._axis = open_axis(mesh.line("cp"), mesh.device)
         self._attention = open_attention(plugin.method, plugin.ulysses, mesh)
         self._redirect = Redirect(self._attention, mesh.size("tp"))
         self._guards = FirstStep(module, self._redirect)
+        self._is_split = mesh.size("pp") > 1
         self._stage = 0
         self._doors: Doors | None = None
 
@@ -52,6 +53,8 @@ class CutSequences(Parallelized):
             self._redirect.inside,
             keys=self._plugin.keys,
             pad=self._plugin.pad,
+            documents=self._plugin.documents,
+            is_split=self._is_split,
         )
 
     @property

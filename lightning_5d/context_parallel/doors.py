@@ -26,6 +26,7 @@ from lightning_5d.context_parallel.arguments import (
     shown_entering,
 )
 from lightning_5d.context_parallel.cut import SequenceCut
+from lightning_5d.context_parallel.documents import StepDocuments
 from lightning_5d.context_parallel.hugging_face_loss import wrap_losses
 from lightning_5d.context_parallel.inside import Inside
 from lightning_5d.context_parallel.leaving import Leaving
@@ -58,6 +59,8 @@ class Doors:
         around: A context for code inside of doors, in which attention is redirected.
         keys: Sequence dimensions by name; see `Keys`.
         pad: Whether lengths that the ranks do not divide are padded.
+        documents: The entry of the batch that says which document each token belongs to; see `StepDocuments`.
+        is_split: Whether a pipeline splits batches into microbatches.
 
     Attributes:
         inside: The door that is open; ``None`` at the user's level.
@@ -72,11 +75,15 @@ class Doors:
         *,
         keys: Mapping[str, int | None] | None = None,
         pad: bool = True,
+        documents: str | None = None,
+        is_split: bool = False,
     ) -> None:
         self.inside: Inside | None = None
         self._axis, self._cut, self._around, self._pad = axis, cut, around, pad
         self._keys = Keys(keys)
         self._lengths: BatchLengths | None = None
+        self._entry, self._is_split = documents, is_split
+        self._documents: StepDocuments | None = None
         self._sequences: dict[int, StepSequence] = {}
         self._within = 0
         self._entered = False
@@ -111,6 +118,9 @@ class Doors:
             check_length(self._cut(length), name, pad=self._pad)
         before, self._lengths, self._entered = self._lengths, lengths, False
         within, self._within = self._within, 0
+        known = self._documents
+        if self._entry is not None:
+            self._documents = StepDocuments.of(self._entry, args, kwargs, lengths, self._is_split)
         try:
             yield
             if not self._entered and not self._told:
@@ -121,7 +131,7 @@ class Doors:
                     " sequence dimension of what the model is called with, as in ContextParallel(keys={'x': 1})."
                 )
         finally:
-            self._lengths, self._within = before, within
+            self._lengths, self._within, self._documents = before, within, known
             self._pending.clear()
             self._left.clear()
 
@@ -191,7 +201,8 @@ class Doors:
             new = {name: mapped(value, _made_whole) for name, value in named.items()}
             return door.signature.replaced(args, kwargs, changed(named, new))
         sequence = self.sequence(how.length)
-        inside = Inside(door.name, sequence, rows=how.rows)
+        limits = None if self._documents is None else self._documents.limits(door.name, how.rows, how.length)
+        inside = Inside(door.name, sequence, rows=how.rows, limits=limits)
         new = self._cut_arguments(door, named, lengths, sequence, how)
         self._pending[id(door.module)] = _Call(inside, how)
         self._entered = True

@@ -121,6 +121,17 @@ class _Watch:
                 "Choose another length of the sequence.",
             )
 
+    def compared(self, inside: Inside, numbers: Tensor) -> None:
+        """Looks at numbers of tokens of which a mask is made: those that a rank counted itself say nothing of the others' tokens."""
+        dims = self._at(inside)
+        if dims is not None and dims.of(numbers).own:
+            cut = inside.sequence.cut
+            raise refused(
+                inside,
+                f"makes a mask of pairs of tokens ({calling_line()}) of numbers that it counted for {cut.local} tokens of a rank, from 0",
+                _POSITIONS,
+            )
+
     def look(self, inside: Inside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Looks at an operation."""
         name = getattr(func, "__name__", "")

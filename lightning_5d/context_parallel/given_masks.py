@@ -103,7 +103,7 @@ def _read(inside: Inside, mask: Tensor, lead: Sequence[int], hides: bool) -> Rea
         raise refused(
             inside, f"has an attention mask {shape} of pairs of tokens that differs between sequences", _WORKS
         )
-    if _is_causal(inside, mask, hides):
+    if is_causal(inside, mask, hides):
         return Reading(causal=True)
     raise refused(
         inside,
@@ -130,7 +130,7 @@ def _keys(inside: Inside, mask: Tensor, lead: Sequence[int], hides: bool) -> Ten
     return None if bool(seen.all()) else seen
 
 
-def _is_causal(inside: Inside, mask: Tensor, hides: bool) -> bool:
+def is_causal(inside: Inside, mask: Tensor, hides: bool) -> bool:
     """Whether a mask of queries and keys is the causal triangle of the whole sequence."""
     cut = inside.sequence.cut
     if isinstance(mask, Triangle):

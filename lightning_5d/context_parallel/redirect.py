@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from types import FunctionType
 from typing import Any, Protocol
@@ -14,15 +15,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_5d.context_parallel.attention import ContextAttention, default_scale
+from lightning_5d.context_parallel.comparisons import COMPARISONS, compared
 from lightning_5d.context_parallel.dropout import DRAWS, DROPOUT, RandomParts, is_active
 from lightning_5d.context_parallel.given_masks import GivenMasks
 from lightning_5d.context_parallel.hugging_face_loss import LOSSES, answer_loss
 from lightning_5d.context_parallel.hugging_face_masks import stating_masks
 from lightning_5d.context_parallel.inside import Inside
 from lightning_5d.context_parallel.masks import AttentionMask
+from lightning_5d.context_parallel.pairs import PairMask, Pairs, Purpose
 from lightning_5d.context_parallel.place import refused
 from lightning_5d.context_parallel.repeated_heads import RepeatedHeads
 from lightning_5d.context_parallel.stated_mask import StatedMask
+from lightning_5d.context_parallel.stated_pairs import stated
 from lightning_5d.context_parallel.triangle import made
 from lightning_5d.hidden_operations import hidden_operations
 from lightning_5d.model_flops import shared_attention
@@ -31,7 +35,7 @@ _ATEN = torch.ops.aten
 _PRODUCT = F.scaled_dot_product_attention
 _CALLS = (_PRODUCT, _ATEN.scaled_dot_product_attention, _ATEN.scaled_dot_product_attention.default)
 _TRIANGLES = (torch.tril, Tensor.tril, torch.triu, Tensor.triu)
-_NOTED = frozenset([*_TRIANGLES, *RepeatedHeads.CALLS])
+_NOTED = frozenset([*_TRIANGLES, *RepeatedHeads.CALLS, *COMPARISONS])
 # What `scaled_dot_product_attention` chooses from; models that call one of these themselves are rare.
 _KERNELS = tuple(
     call
@@ -58,6 +62,9 @@ class Watch(Protocol):
 
     def attended(self, inside: Inside, q: Tensor, k: Tensor) -> None:
         """Looks at the queries and keys of attention that is about to run."""
+
+    def compared(self, inside: Inside, numbers: Tensor) -> None:
+        """Looks at numbers of tokens of which a mask of pairs is about to be made."""
 
 
 class Redirect(TorchFunctionMode):
@@ -88,6 +95,7 @@ class Redirect(TorchFunctionMode):
             F.multi_head_attention_forward: self._multi_head,
             **dict.fromkeys(_KERNELS, self._kernel),
             **dict.fromkeys(_TRIANGLES, self._triangle),
+            **dict.fromkeys(COMPARISONS, self._compare),
             **dict.fromkeys(RepeatedHeads.CALLS, self._repeat),
             **dict.fromkeys(DRAWS, self._draw),
             **dict.fromkeys(LOSSES, self._loss),
@@ -187,6 +195,8 @@ class Redirect(TorchFunctionMode):
                 "attn_mask must not be given with is_causal=True; one of them has to say what queries see."
             )
         mask = self._mask(inside, query, attn_mask, is_causal)
+        if inside.limits is not None:
+            mask = inside.limits.on(mask)
         if self.watch is not None:
             self.watch.attended(inside, query, key)
         single = self._repeated.undone(key), self._repeated.undone(value)
@@ -200,6 +210,12 @@ class Redirect(TorchFunctionMode):
             return given.stated
         if given is None:
             return AttentionMask(is_causal)
+        if isinstance(given, PairMask):
+            purpose: Purpose = "shows" if given.dtype == torch.bool else "added"
+            if (said := stated(inside, given, query.shape[:-2], purpose)) is not None:
+                return said
+        if isinstance(given, Pairs):
+            given = given.plain()
         if query.ndim == 3 and given.ndim == 3:
             given = given.unsqueeze(1)
         reading = self._masks.read(inside, given, query.shape[: max(query.ndim - 3, 1)])
@@ -259,6 +275,12 @@ class Redirect(TorchFunctionMode):
         if x.shape[-1] != self._open.sequence.cut.local or "out" in kwargs:
             return result
         return made(func, x, result, kwargs.get("diagonal", args[1] if len(args) > 1 else 0))
+
+    def _compare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inside, watch = self._open, self.watch
+        show = None if watch is None else partial(watch.compared, inside)
+        found = compared(inside, func, args, kwargs, show)
+        return func(*args, **kwargs) if found is None else found
 
     def _repeat(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
