@@ -226,7 +226,9 @@ def _finding(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: To
         if not over and name in _TOTALS:
             over = set(range(x.ndim))
         # Whole numbers count and sort what is routed to experts, of all sequences; what becomes of a token does not depend on that.
-        mixing = tokens | (found.rows | found.merged if x.is_floating_point() or name.startswith("cum") else frozenset())
+        mixing = tokens | (
+            found.rows | found.merged if x.is_floating_point() or name.startswith("cum") else frozenset()
+        )
         return (mixes, _POSITIONS if name.startswith("cum") else _AT_USER_LEVEL) if over & mixing else None
     if name in _FOURIER:
         given = kwargs.get("dim", args[2] if len(args) > 2 else -1)
