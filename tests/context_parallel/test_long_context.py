@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "model.decoder.hidden_size=48", "model.decoder.intermediate_size=96", "model.decoder.context_length=1024",
     "trainer.max_steps=3", "trainer.limit_val_batches=0", "callbacks.summary=null", "callbacks.checkpoint=null",
-    "callbacks.loss_plot=null", "callbacks.text_sample=null", "callbacks.memory.pictures=false",
+    "callbacks.loss_plot=null", "callbacks.text_sample=null", "+callbacks.memory.pictures=false",
 ]  # fmt: skip
 
 
