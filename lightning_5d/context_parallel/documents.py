@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ def _check_increasing(step: StepDocuments, entry: Tensor) -> None:
     if len(numbers) < 2 or numbers[0]:
         first = f"and begins with {numbers[0]}" if numbers else ""
         raise step._wrong(first, "Cumulative lengths begin with 0 and have an end for each document.")
-    for place, (before, after) in enumerate(zip(numbers, numbers[1:], strict=False)):
+    for place, (before, after) in enumerate(pairwise(numbers)):
         if after < before:
             raise step._wrong(
                 f"and falls from {before} to {after} (entries {place} and {place + 1})", "Cumulative lengths increase."

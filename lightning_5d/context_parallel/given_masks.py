@@ -22,8 +22,9 @@ _HIDES = -1e4
 """Added to scores, so much or less leaves nothing of a probability: models take -inf, a dtype's smallest number, -1e9 or -1e4."""
 
 _WORKS = (
-    "Pass is_causal=True or a mask without queries, (B, 1, 1, S) of one entry per key, or build a Hugging Face model whose masks are known by"
-    " name: causal, sliding windows, padding and packed documents."
+    "Pass is_causal=True or a mask without queries, (B, 1, 1, S) of one entry per key; compare document numbers or positions that the model is"
+    " given as arguments, documents[:, :, None] == documents[:, None, :]; or build a Hugging Face model whose masks are known by name: causal,"
+    " sliding windows, padding and packed documents."
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor

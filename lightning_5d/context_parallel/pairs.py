@@ -115,7 +115,7 @@ class Pairs(Tensor):
         """The same of another shape."""
         raise NotImplementedError
 
-    def follow(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    def follow(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pairs | None:
         """What an operation makes of it; ``None`` if that is not followed."""
         raise NotImplementedError
 
@@ -136,7 +136,7 @@ class Pairs(Tensor):
                 if followed is not None:
                     return followed
             _refuse_writing(name, args, kwargs)
-            args, kwargs = tree_map_only(Pairs, Pairs.plain, (args, kwargs))
+            args, kwargs = tree_map_only(Pairs, lambda pairs: pairs.plain(), (args, kwargs))
             return func(*args, **kwargs)
 
     def _view(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self | None:
@@ -164,10 +164,10 @@ class PairMask(Pairs):
     """A mask: one value where all conditions hold, and another elsewhere.
 
     Attributes:
-        values: (2,) on the CPU: the two values.
+        pair: (2,) on the CPU: the two values.
     """
 
-    values: Tensor
+    pair: Tensor
     answers: dict[Any, AttentionMask]
     """What was found out about it."""
 
@@ -177,19 +177,19 @@ class PairMask(Pairs):
     ) -> PairMask:
         """A mask of some shape (..., s, s)."""
         mask = cls._with(inside, conditions, shape, values.dtype, device)
-        mask.values, mask.answers = values, {}
+        mask.pair, mask.answers = values, {}
         return mask
 
-    def like(self, conditions: Sequence[Condition], shape: Sequence[int]) -> PairMask:  # type: ignore[override]
+    def like(self, conditions: Sequence[Condition], shape: Sequence[int]) -> PairMask:
         """The same of another shape."""
-        return self.of(self.inside, conditions, self.values, shape, self.device)
+        return self.of(self.inside, conditions, self.pair, shape, self.device)
 
     def plain(self) -> Tensor:
         """The table of this rank's own pairs."""
         seen = torch.ones((), dtype=torch.bool, device=self.device)
         for condition in self.conditions:
             seen = seen & condition.local(self.shape[-1], self.device)
-        values = self.values.to(self.device)
+        values = self.pair.to(self.device)
         return torch.where(seen, values[0], values[1]).expand(self.shape).contiguous()
 
     def turned(self) -> PairMask:
@@ -199,26 +199,26 @@ class PairMask(Pairs):
             return self
         low, high = None if one.high is None else one.high + 1, None if one.low is None else one.low - 1
         other = replace(one, low=low, high=high)
-        return self.of(self.inside, [other], self.values.flip(0), self.shape, self.device)
+        return self.of(self.inside, [other], self.pair.flip(0), self.shape, self.device)
 
     def shows(self) -> bool:
         """Whether it is one where a key is seen, and zero elsewhere."""
-        return self.values.tolist() in ([1, 0], [True, False])
+        return self.pair.tolist() in ([1, 0], [True, False])
 
     def hides(self) -> bool:
         """Whether it is one where no key is seen, and zero elsewhere."""
-        return self.values.tolist() in ([0, 1], [False, True])
+        return self.pair.tolist() in ([0, 1], [False, True])
 
     def is_added(self) -> bool:
         """Whether it can be added to scores."""
-        seen, hidden = self.values.tolist()
+        seen, hidden = self.pair.tolist()
         return self.dtype.is_floating_point and bool(seen == 0 and hidden <= HIDES)
 
     def fits(self, purpose: Purpose) -> bool:
         """Whether it is such a mask."""
         return {"shows": self.shows, "hides": self.hides, "added": self.is_added}[purpose]()
 
-    def follow(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    def follow(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pairs | None:
         """What an operation makes of it."""
         is_first = bool(args) and args[0] is self
         if name == "masked_fill" and len(args) == 3:
@@ -231,10 +231,10 @@ class PairMask(Pairs):
             return self._view(name, func, args, kwargs)
         if is_first and (name in _DTYPES or name in ("view", "cpu", "cuda")):
             one = func(torch.zeros((), dtype=self.dtype, device=self.device), *args[1:], **kwargs)
-            return self.of(self.inside, self.conditions, self.values.to(one.dtype), self.shape, one.device)
+            return self.of(self.inside, self.conditions, self.pair.to(one.dtype), self.shape, one.device)
         others = [x for x in args if x is not self]
         if name in _OF_NUMBERS and not kwargs and all(_is_number(x) for x in others):
-            given = [self.values if x is self else x.cpu() if isinstance(x, Tensor) else x for x in args]
+            given = [self.pair if x is self else x.cpu() if isinstance(x, Tensor) else x for x in args]
             return self.of(self.inside, self.conditions, func(*given), self.shape, self.device)
         if len(args) == 2 and len(others) == 1 and isinstance(others[0], Tensor) and not kwargs:
             return self._both(name, others[0])
@@ -246,7 +246,7 @@ class PairMask(Pairs):
         shape, numbers = tuple(self.shape), []
         for x in args[1:]:
             if isinstance(x, Tensor):
-                shape = torch.broadcast_shapes(shape, x.shape)
+                shape = _broadcast(shape, x.shape)
                 number = None if isinstance(x, Pairs) else number_of(x)
                 if number is None:
                     return None
@@ -255,16 +255,18 @@ class PairMask(Pairs):
                 numbers.append(x)
         if shape[-2:] != self.shape[-2:]:
             return None
-        return self.of(self.inside, self.conditions, torch.where(self.values, *numbers), shape, self.device)
+        seen, hidden = numbers
+        return self.of(self.inside, self.conditions, torch.where(self.pair, seen, hidden), shape, self.device)
 
-    def _filled(self, x: Any, where: Any, value: Any) -> PairMask | None:
-        if where is not self or isinstance(x, Pairs | Triangle) or not isinstance(x, Tensor) or not _is_number(value):
+    def _filled(self, x: Tensor, where: Any, value: Any) -> PairMask | None:
+        is_here = where is self
+        if not is_here or isinstance(x, Pairs | Triangle) or not _is_number(value):
             return None
-        shape = torch.broadcast_shapes(self.shape, x.shape)
+        shape = _broadcast(self.shape, x.shape)
         number = number_of(x)
         if number is None or shape[-2:] != self.shape[-2:] or self.dtype != torch.bool:
             return None
-        values = torch.full((2,), number, dtype=x.dtype).masked_fill(self.values, float(value))
+        values = torch.full((2,), number, dtype=x.dtype).masked_fill(self.pair, value)
         return self.of(self.inside, self.conditions, values, shape, self.device)
 
     def _both(self, name: str, other: Tensor) -> PairMask | None:
@@ -279,7 +281,7 @@ class PairMask(Pairs):
         return None
 
     def _joined(self, name: str, other: Tensor, how: Purpose) -> PairMask | None:
-        shape = torch.broadcast_shapes(self.shape, other.shape)
+        shape = _broadcast(self.shape, other.shape)
         found = _conditions(self.inside, other, how, self.shape[-1])
         if found is None or tuple(shape[-2:]) != tuple(self.shape[-2:]):
             return None
@@ -289,17 +291,17 @@ class PairMask(Pairs):
             return None
         lead = shape[:-2]
         conditions = [replace(c, rows=c.rows.expand(lead)) for c in (*self.conditions, *found)]
-        return self.of(self.inside, conditions, self.values.to(dtype), shape, self.device)
+        return self.of(self.inside, conditions, self.pair.to(dtype), shape, self.device)
 
 
 class Distances(Pairs):
     """The number of a pair's query less that of its key, or the reverse, or how far apart they are.
 
     Attributes:
-        sign: 1, or -1 for the reverse; 0 for how far apart.
+        direction: 1, or -1 for the reverse; 0 for how far apart.
     """
 
-    sign: int
+    direction: int
 
     @classmethod
     def of(cls, inside: Inside, condition: Condition, sign: int, shape: Sequence[int]) -> Distances:
@@ -308,12 +310,12 @@ class Distances(Pairs):
         if tokens is None:
             raise ValueError("Distances need numbers.")
         found = cls._with(inside, [condition], shape, tokens.dtype, tokens.device)
-        found.sign = sign
+        found.direction = sign
         return found
 
-    def like(self, conditions: Sequence[Condition], shape: Sequence[int]) -> Distances:  # type: ignore[override]
+    def like(self, conditions: Sequence[Condition], shape: Sequence[int]) -> Distances:
         """The same of another shape."""
-        return self.of(self.inside, conditions[0], self.sign, shape)
+        return self.of(self.inside, conditions[0], self.direction, shape)
 
     def plain(self) -> Tensor:
         """The table of this rank's own pairs."""
@@ -322,11 +324,12 @@ class Distances(Pairs):
             raise ValueError("Distances need numbers.")
         tokens = condition.tokens[condition.rows.to(condition.tokens.device)]
         table = tokens.unsqueeze(-1) - tokens.unsqueeze(-2)
-        return table.abs() if self.sign == 0 else table * self.sign
+        return table.abs() if self.direction == 0 else table * self.direction
 
-    def follow(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    def follow(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pairs | None:
         """What an operation makes of it."""
-        if not args or args[0] is not self or kwargs:
+        is_first = bool(args) and args[0] is self
+        if not is_first or kwargs:
             return None
         if name in _SAME:
             return self
@@ -335,15 +338,15 @@ class Distances(Pairs):
         if name in ("abs", "__abs__", "absolute"):
             return self.of(self.inside, self.conditions[0], 0, self.shape)
         if name in ("neg", "__neg__", "negative"):
-            return self.of(self.inside, self.conditions[0], -self.sign, self.shape) if self.sign else None
+            return self.of(self.inside, self.conditions[0], -self.direction, self.shape) if self.direction else None
         kind = name.strip("_")
         if kind in _COMPARISONS and len(args) == 2 and isinstance(args[1], int) and not isinstance(args[1], bool):
             return self._compared(kind, args[1])
         return None
 
     def _compared(self, kind: str, number: int) -> PairMask:
-        low, high = bounds(kind, number, self.sign)
-        is_outside = self.sign == 0 and kind in ("ge", "gt")
+        low, high = bounds(kind, number, self.direction)
+        is_outside = self.direction == 0 and kind in ("ge", "gt")
         condition = replace(self.conditions[0], kind="distance", low=low, high=high)
         values = torch.tensor([not is_outside, is_outside])
         return PairMask.of(self.inside, [condition], values, self.shape, self.device)
@@ -355,7 +358,7 @@ def bounds(kind: str, number: int, sign: int) -> tuple[int | None, int | None]:
     Args:
         kind: ``"ge"``, ``"gt"``, ``"le"`` or ``"lt"``.
         number: What is compared with.
-        sign: 1 or -1. With 0 it is \|d\| that is compared, and for the first two kinds the bounds are of all other distances.
+        sign: 1 or -1. With 0 it is the size of d that is compared, and for the first two kinds the bounds are of all other distances.
     """
     if sign == 0:
         far = number if kind in ("le", "gt") else number - 1
@@ -409,6 +412,11 @@ def _seen(row: Tensor, how: Purpose) -> Tensor | None:
     if row.dtype != torch.bool and not bool(((row == 0) | (row == 1)).all()):
         return None
     return row.bool() if how == "shows" else ~row.bool()
+
+
+def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    found: torch.Size = torch.broadcast_shapes(*map(tuple, shapes))  # type: ignore[no-untyped-call]
+    return tuple(found)
 
 
 def _is_number(x: Any) -> bool:

@@ -131,7 +131,7 @@ def _in_order(positions: Tensor, documents: Tensor | None, keys: Tensor | None, 
     positions = positions.long().expand(rows, length)
     number = torch.zeros_like(positions) if documents is None else documents.long().expand(rows, length)
     number = torch.unique(number, return_inverse=True)[1]
-    place = number.argsort(-1, stable=True)
+    place = number.argsort(dim=-1, stable=True)
     number, positions = number.gather(-1, place), positions.gather(-1, place)
     step = positions.diff(dim=-1)
     fine = step == place.diff(dim=-1) if by_one else step > 0
