@@ -78,7 +78,7 @@ class FirstStep:
             return
         watch = _Watch(frozenset(id(buffer) for buffer in self._module.buffers()))
         before, self._redirect.watch = self._redirect.watch, watch
-        calls = self._redirect.calls
+        calls = self._redirect.calls, self._redirect.whole_keys
         try:
             # Compiled code would have to be compiled anew once it is gone.
             with nullcontext() if self._is_compiled() else _UserLevel(watch, self._outside):
@@ -91,7 +91,7 @@ class FirstStep:
             raise
         finally:
             self._redirect.watch = before
-        if watch.inside is not None and self._redirect.calls == calls:
+        if watch.inside is not None and (self._redirect.calls, self._redirect.whole_keys) == calls:
             self._look_for_mixers(watch.inside, watch.doors)
         self._watched.add(kind)
 
@@ -101,9 +101,10 @@ class FirstStep:
         )
 
     def _look_for_mixers(self, inside: Inside, doors: set[str]) -> None:
-        for name, module in self._module.named_modules():
-            if not any(name == door or name.startswith(f"{door}.") for door in doors):
-                continue
+        modules = dict(self._module.named_modules())
+        for name, module in modules.items():
+            if doors <= set(modules) and not any(name == door or name.startswith(f"{door}.") for door in doors):
+                continue  # it has computed on whole sequences
             if _MIXER.search(type(module).__name__):
                 cut = inside.sequence.cut
                 raise MisconfigurationException(
