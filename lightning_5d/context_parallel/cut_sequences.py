@@ -38,7 +38,7 @@ class CutSequences(Parallelized):
         self._axis = open_axis(mesh.line("cp"), mesh.device)
         self._attention = open_attention(plugin.method, plugin.ulysses, mesh)
         self._redirect = Redirect(self._attention, mesh.size("tp"))
-        self._guards = FirstStep(module, self._redirect)
+        self._guards = FirstStep(module, self._redirect, lambda: self.doors.outside)
         self._is_split = mesh.size("pp") > 1
         self._stage = 0
         self._doors: Doors | None = None

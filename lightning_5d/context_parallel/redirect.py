@@ -78,12 +78,13 @@ class Redirect(TorchFunctionMode):
 
     Attributes:
         calls: Calls of attention that were redirected so far.
+        whole_keys: Calls of attention of the sequence's tokens to keys that are none of it, and need nothing.
         watch: Looks at everything, in a first step.
     """
 
     def __init__(self, attention: ContextAttention, tensor_size: int = 1) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls = self.whole_keys = 0
         self.watch: Watch | None = None
         self._attention = attention
         self._random = RandomParts(tensor_size)
@@ -182,6 +183,7 @@ class Redirect(TorchFunctionMode):
         inside = self._open
         if not _meets(inside, query.shape[-2], key.shape[-2], attn_mask, is_causal):
             # Keys that are no part of the sequences are whole, and each query sees all it has to.
+            self.whole_keys += query.shape[-2] == inside.sequence.cut.local
             return _PRODUCT(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if dropout_p:
             raise refused(
@@ -230,6 +232,7 @@ class Redirect(TorchFunctionMode):
         if not _meets(
             inside, query.shape[0], key.shape[0], attn_mask, given.get("is_causal", False) and attn_mask is None
         ):
+            self.whole_keys += query.shape[0] == inside.sequence.cut.local
             return func(*args, **kwargs)
         for name in ("bias_k", "static_k"):
             if given.get(name) is not None:

@@ -75,6 +75,14 @@ class TokenDims:
     whole: int
     buffers: frozenset[int] = frozenset()
     _known: dict[int, tuple[Tensor, Followed]] = field(default_factory=dict)
+    _made: set[int] = field(default_factory=set)
+
+    def made(self) -> Iterator[Tensor]:
+        """What has been made of the rank's tokens inside of the door."""
+        for key in self._made:
+            tensor, found = self._known[key]
+            if found.tokens or found.rows or found.merged:
+                yield tensor
 
     def of(self, x: Any) -> Followed:
         """What is known about a tensor; one from outside has its tokens behind its rows."""
@@ -103,6 +111,7 @@ class TokenDims:
         for result in results:
             if any(result is x for x in inputs):
                 continue
+            self._made.add(id(result))
             if not inputs:
                 self._know(result, Followed(own=frozenset([0]) if self._counts(result) else _NONE))
                 continue
