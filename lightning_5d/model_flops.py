@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import _CUDA_FLOPS, get_available_flops
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typing_extensions import override
 
@@ -41,6 +43,37 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if forward:
             self.total += forward * (1 + (backward_ratio(func, args) if torch.is_grad_enabled() else 0))
         return out
+
+
+@contextmanager
+def shared_attention(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> Iterator[None]:
+    """A context in which ranks compute attention over the parts that each of them holds: it counts as one process would count it.
+
+    How they do that is up to them: whatever else is computed inside does not count.
+
+    Args:
+        query: (B, H, s, D), this rank's part.
+        key: (B, K, s, D), this rank's part.
+        value: (B, K, s, D), this rank's part.
+        ranks: How many hold the whole sequence.
+    """
+    # Private; checked with torch 2.13.
+    counters = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, ModelFlops) and not mode.paused]
+    if not counters:
+        yield
+        return
+    batch, heads, tokens, size = query.shape
+    keys, values = (batch, heads, ranks * tokens, size), (batch, heads, ranks * tokens, value.shape[-1])
+    forward = int(sdpa_flop_count(query.shape, keys, values))  # type: ignore[no-untyped-call]
+    trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    for counter in counters:
+        counter.total += forward * (3 if trained else 1)
+        counter.paused = True
+    try:
+        yield
+    finally:
+        for counter in counters:
+            counter.paused = False
 
 
 def forward_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

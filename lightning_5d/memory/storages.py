@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from typing_extensions import override
 
 from lightning_5d.memory.categories import stronger
+from lightning_5d.shown.tensor import ShownTensor
 
 BEFORE = -1
 """The number that stands for what came before the first phase."""
@@ -154,7 +155,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (self._on and self._looking):
             return func(*args, **(kwargs or {}))
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if any(_is_wrapper(kind) for kind in types):
             return NotImplemented  # a DTensor, for one: it comes back with the tensors inside it
         result = func(*args, **(kwargs or {}))
         collective = func.namespace in ("c10d", "_c10d_functional")
@@ -165,7 +166,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _piece(self, tensor: Tensor) -> Piece | None:
-        if is_lazy(tensor):  # it has no memory yet, and complains when it is asked
+        if is_lazy(tensor) or _is_wrapper(type(tensor)):  # it has no memory of its own, and complains when it is asked
             return None
         try:
             storage = tensor.untyped_storage()
@@ -222,6 +223,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+def _is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class have no memory but that of others inside."""
+    return hasattr(kind, "__tensor_flatten__") or issubclass(kind, ShownTensor)
+
+
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory inside one that may be a wrapper (such as a DTensor)."""
     if hasattr(type(tensor), "__tensor_flatten__"):
@@ -230,5 +236,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
             inner = getattr(tensor, name)
             if isinstance(inner, Tensor):
                 yield from _plain(inner)
+    elif isinstance(tensor, ShownTensor):
+        yield from _plain(tensor.local)
     else:
         yield tensor

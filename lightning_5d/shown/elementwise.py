@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_5d.shown.arguments import tensors_in, with_tensors
 from lightning_5d.shown.registry import EVERY
 from lightning_5d.shown.tensor import first_shown
 
@@ -33,7 +33,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Runs an elementwise operation on the parts; of plain tensors that have the dimension that is cut the same part is taken."""
     first = first_shown((args, kwargs))
     kind = type(first)
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = list(tensors_in((args, kwargs)))
     behind = first.ndim - first.cut_dim  # tensors are lined up at their last dimensions
     size = first.shape[first.cut_dim]
     for tensor in tensors:
@@ -47,10 +47,10 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if mutable and not isinstance(target, kind):
         return NotImplemented
 
-    def local(value: Any) -> Any:
+    def local(value: Tensor) -> Tensor:
         if isinstance(value, kind):
             return value.local
-        if not isinstance(value, Tensor) or value.ndim < behind:
+        if value.ndim < behind:
             return value
         found = value.shape[-behind]
         if found == size:
@@ -62,13 +62,11 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             )
         return value
 
-    result = func(*tree_map(local, args), **tree_map(local, kwargs))
+    result = func(*with_tensors(args, local), **with_tensors(kwargs, local))
     if mutable:
         torch.autograd.graph.increment_version(target.local)  # type: ignore[union-attr]
         return target
-    return tree_map(
-        lambda value: first.like(value, value.ndim - behind) if isinstance(value, Tensor) else value, result
-    )
+    return with_tensors(result, lambda value: first.like(value, value.ndim - behind))
 
 
 @EVERY.handles(aten.log_sigmoid_forward.default)

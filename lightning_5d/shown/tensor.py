@@ -9,9 +9,9 @@ from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast
 import torch
 import torch._dynamo.config
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
+from lightning_5d.shown.arguments import tensors_in, with_tensors
 from lightning_5d.shown.registry import Registry
 from lightning_5d.tensor_parallel.axis import Reduction, TensorAxis
 
@@ -117,13 +117,16 @@ class ShownTensor(Tensor):
         if len(types) > 1 and _outranked(cls, types):
             return NotImplemented
         kwargs = kwargs or {}
+        if getattr(func, "__name__", None) == "__get__":  # an attribute, of which there are many
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         handler = cls.registry.call(func)
         if handler is not None:
             result = handler(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         if torch.is_grad_enabled() and not _keeps_arguments(func):
-            args, kwargs = tree_map(lambda value: _guard(cls, value), (args, kwargs))
+            args, kwargs = with_tensors((args, kwargs), lambda value: _guard(cls, value))
         # Private; checked with torch 2.13. The public default would turn every result into this class.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -138,7 +141,7 @@ class ShownTensor(Tensor):
         if len(types) > 1 and _outranked(cls, types):
             return NotImplemented
         kwargs = kwargs or {}
-        shown = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        shown = [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, cls)]
         if any(one.axis is not shown[0].axis for one in shown):
             raise ValueError(f"{func} got tensors that are cut over two different axes.")
         handler = cls.registry.operation(func) or (elementwise if is_elementwise(func) else None)
@@ -162,7 +165,7 @@ class ShownTensor(Tensor):
 
 def first_shown(args: Any) -> ShownTensor:
     """The tensor that an operation is handled for: the first of the highest level."""
-    shown = [leaf for leaf in tree_leaves(args) if isinstance(leaf, ShownTensor)]
+    shown = [leaf for leaf in tensors_in(args) if isinstance(leaf, ShownTensor)]
     return max(shown, key=lambda one: one.level)
 
 
@@ -207,9 +210,9 @@ class _Guard(torch.autograd.Function):
         return None, grad.gathered() if isinstance(grad, ctx.kind) else grad
 
 
-def _guard(kind: type[ShownTensor], value: Any) -> Any:
+def _guard(kind: type[ShownTensor], value: Tensor) -> Any:
     """Sees to it that a plain tensor, a weight for example, gets a plain gradient."""
-    plain = isinstance(value, Tensor) and not isinstance(value, kind) and value.requires_grad
+    plain = not isinstance(value, kind) and value.requires_grad
     return _Guard.apply(kind, value) if plain else value  # type: ignore[no-untyped-call]
 
 

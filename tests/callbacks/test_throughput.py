@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_5d import FiveD, ZeRO
 from lightning_5d.callbacks import Throughput
-from lightning_5d.model_flops import ModelFlops, peak_flops
+from lightning_5d.model_flops import ModelFlops, peak_flops, shared_attention
 from lightning_5d.models.decoder import Decoder, DecoderConfig
 from tests.modules import TinyLM, loader
 from tests.ranks.pool import RankPool
@@ -209,6 +209,19 @@ def test_only_what_needs_a_gradient_has_a_backward() -> None:
     with ModelFlops() as flops:
         convolution(image)
     assert flops.total == 3 * 2 * (2 * 3 * 3) * 3 * 3 * 3
+
+
+def test_attention_over_parts_counts_as_over_the_whole_however_ranks_compute_it() -> None:
+    whole = torch.randn(3, 1, 2, 12, 4).requires_grad_().unbind()
+    with ModelFlops() as expected:
+        nn.functional.scaled_dot_product_attention(*whole)
+    parts = [tensor[:, :, :3].detach().requires_grad_() for tensor in whole]
+    with ModelFlops() as found:
+        with shared_attention(*parts, ranks=4):
+            nn.functional.scaled_dot_product_attention(parts[0], whole[1], whole[2], is_causal=True)
+            parts[0] @ parts[1].mT
+        parts[0].detach() @ torch.ones(4, 5)
+    assert 4 * (found.total - 2 * 2 * 3 * 4 * 5) == expected.total > 0
 
 
 def test_operations_per_token_and_the_peak_may_be_given(clock: Clock) -> None:
