@@ -28,6 +28,8 @@ from lightning_5d.context_parallel.repeated_heads import RepeatedHeads
 from lightning_5d.context_parallel.stated_mask import StatedMask
 from lightning_5d.context_parallel.stated_pairs import stated
 from lightning_5d.context_parallel.triangle import made
+from lightning_5d.hidden_operations import hidden_operations
+from lightning_5d.model_flops import shared_attention
 
 _ATEN = torch.ops.aten
 _PRODUCT = F.scaled_dot_product_attention
@@ -76,12 +78,13 @@ class Redirect(TorchFunctionMode):
 
     Attributes:
         calls: Calls of attention that were redirected so far.
+        whole_keys: Calls of attention of the sequence's tokens to keys that are none of it, and need nothing.
         watch: Looks at everything, in a first step.
     """
 
     def __init__(self, attention: ContextAttention, tensor_size: int = 1) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls = self.whole_keys = 0
         self.watch: Watch | None = None
         self._attention = attention
         self._random = RandomParts(tensor_size)
@@ -157,7 +160,9 @@ class Redirect(TorchFunctionMode):
         return self._inside
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._attend(*args, **kwargs)
+        # Masks are kept for the layers that follow, and a ring does not do the same on each rank.
+        with hidden_operations():
+            return self._attend(*args, **kwargs)
 
     def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         answer = answer_loss(self._open, func, args, kwargs)
@@ -178,6 +183,7 @@ class Redirect(TorchFunctionMode):
         inside = self._open
         if not _meets(inside, query.shape[-2], key.shape[-2], attn_mask, is_causal):
             # Keys that are no part of the sequences are whole, and each query sees all it has to.
+            self.whole_keys += query.shape[-2] == inside.sequence.cut.local
             return _PRODUCT(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if dropout_p:
             raise refused(
@@ -226,6 +232,7 @@ class Redirect(TorchFunctionMode):
         if not _meets(
             inside, query.shape[0], key.shape[0], attn_mask, given.get("is_causal", False) and attn_mask is None
         ):
+            self.whole_keys += query.shape[0] == inside.sequence.cut.local
             return func(*args, **kwargs)
         for name in ("bias_k", "static_k"):
             if given.get(name) is not None:
@@ -249,7 +256,8 @@ class Redirect(TorchFunctionMode):
             q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **rest: Any
         ) -> Tensor:
             stated = StatedMask.of(mask, (1, 1, 1, 1), q.device)
-            return self._attend(q, k, v, stated, dropout_p, **rest)
+            with hidden_operations():
+                return self._attend(q, k, v, stated, dropout_p, **rest)
 
         output, _ = _multi_head_with(attend)(
             **(given | {"attn_mask": None, "key_padding_mask": None, "is_causal": False, "need_weights": False})
@@ -362,7 +370,7 @@ def _folded(
         v = F.pad(v, (0, features - size))
     elif size > features:
         q, k = F.pad(q, (0, size - features)), F.pad(k, (0, size - features))
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False), shared_attention(q, k, v, inside.sequence.cut.size):
         out = attention(q, k, v, mask, inside.sequence.cut, scale)
     return out[..., :size].reshape(*shape[:-1], size)
 

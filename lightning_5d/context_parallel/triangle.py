@@ -10,7 +10,7 @@ from torch import Tensor
 
 # What leaves the triangle one, with no tensor beside it.
 _KEPT = frozenset(
-    ["__getitem__", "alias", "bool", "clone", "contiguous", "detach", "expand", "float", "half", "bfloat16", "double", "int", "long",
+    ["__getitem__", "alias", "bool", "clone", "contiguous", "detach", "expand", "float", "half", "bfloat16", "double", "int", "long", "requires_grad_",
      "to", "type", "unsqueeze", "view", "reshape"]
 )  # fmt: skip
 _INVERTED = frozenset(["__invert__", "logical_not", "bitwise_not"])

@@ -159,7 +159,8 @@ class Steady(LanguageModel):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def _steady() -> Steady:
+def steady() -> Steady:
+    """The reference model with it."""
     torch.manual_seed(0)
     return Steady(DecoderConfig(**SIZES))
 
@@ -187,7 +188,7 @@ def test_a_checkpoint_goes_from_context_and_data_ranks_to_one_process_and_on_to_
 def _resume(rank: int, path: Path, epochs: int, plugins: Any) -> None:
     chosen: Any = {"devices": 1} if plugins is None else {"strategy": FiveD(*plugins), "devices": 4}
     trainer = quiet(use_distributed_sampler=False, max_epochs=epochs, **chosen)
-    module = _steady()
+    module = steady()
     trainer.fit(module, datamodule=Dealt(Rows(16, 6), 8), ckpt_path=path if path.exists() else None)
     trainer.save_checkpoint(path)
 

@@ -13,7 +13,8 @@ from tests.pipeline_parallel.whole_runs import everything
 from tests.ranks.pool import RankPool
 
 
-def _table(folder: Path) -> list[dict[str, float]]:
+def table_in(folder: Path) -> list[dict[str, float]]:
+    """What the CSV logger has written."""
     with (folder / "csv" / "metrics.csv").open() as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
@@ -22,7 +23,7 @@ def _table(folder: Path) -> list[dict[str, float]]:
 def one(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, float]]]:
     """What one process shows, and its log."""
     folder = tmp_path_factory.mktemp("one")
-    return rank_pool(1, everything, 1, str(folder), **ONE)[0], _table(folder)
+    return rank_pool(1, everything, 1, str(folder), **ONE)[0], table_in(folder)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
@@ -35,7 +36,7 @@ def test_a_run_on_stages_shows_what_one_process_shows(
     assert expected["rates"][0] < 0.02, "and has lowered its learning rate"
     for found in ranks(2, everything, 2, str(tmp_path), 1, schedule, **TRAINER):
         close(found, expected)
-    close(_table(tmp_path), table)
+    close(table_in(tmp_path), table)
 
 
 def test_a_run_on_stages_with_data_ranks_shows_what_one_process_shows(
@@ -48,15 +49,15 @@ def test_a_run_on_stages_with_data_ranks_shows_what_one_process_shows(
         close({name: each[name] for name in agreed}, {name: expected[name] for name in agreed})
     close(found[2], found[0])
     close(found[3], found[1])
-    # A torchmetrics object shows the value of its own data rank on a step.
-    close(_without_steps(_table(tmp_path)), _without_steps(table))
+    close(without_steps(table_in(tmp_path)), without_steps(table))
     for loader, batches in enumerate(expected["predict"]):
         for number, batch in enumerate(batches):
             parts = [found[data_rank]["predict"][loader][number]["logits"] for data_rank in (0, 1)]
             close([*parts[0], *parts[1]], batch["logits"])
 
 
-def _without_steps(table: list[dict[str, float]]) -> list[dict[str, float]]:
+def without_steps(table: list[dict[str, float]]) -> list[dict[str, float]]:
+    """A log without what a torchmetrics object shows on a step, which is the value of its own data rank."""
     return [{name: value for name, value in row.items() if name != "train_accuracy_step"} for row in table]
 
 

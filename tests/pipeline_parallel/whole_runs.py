@@ -1,6 +1,7 @@
 """Whole runs of a Trainer, and everything that a user can see of them, for one process and for stages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,17 +143,21 @@ def trainer_of(ranks: int, data_ranks: int = 1, stage: int = 1, schedule: str = 
 
 
 def everything(rank: int, ranks: int, folder: str, data_ranks: int = 1, schedule: str = "1f1b") -> dict[str, Any]:
+    """A whole run in one process, or on stages."""
+    make = partial(trainer_of, ranks, data_ranks, schedule=schedule)
+    return whole_run(Model(plateau=True), make, folder, rank % data_ranks, data_ranks)
+
+
+def whole_run(
+    module: Model, trainer_of: Callable[..., L.Trainer], folder: str, data_rank: int, data_ranks: int
+) -> dict[str, Any]:
     """Fits with every kind of callback, then validates, tests and predicts."""
-    place = rank % data_ranks, data_ranks
-    module = Model(plateau=True)
+    place = data_rank, data_ranks
     bar, writer = Bar(), Writer()
     best = ModelCheckpoint(dirpath=f"{folder}/best", monitor="val_loss", save_top_k=2)
     stop = EarlyStopping("val_loss", patience=1, min_delta=0.02)
     rates = LearningRateMonitor(logging_interval="step")
     trainer = trainer_of(
-        ranks,
-        data_ranks,
-        schedule=schedule,
         callbacks=[bar, best, stop, rates, writer],
         logger=CSVLogger(folder, "csv", ""),
         enable_checkpointing=True,
