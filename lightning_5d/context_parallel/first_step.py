@@ -76,7 +76,7 @@ class FirstStep:
         if kind in self._watched:
             yield
             return
-        watch = _Watch(frozenset(id(buffer) for buffer in self._module.buffers()))
+        watch = _Watch(list(self._module.buffers()))
         before, self._redirect.watch = self._redirect.watch, watch
         calls = self._redirect.calls, self._redirect.whole_keys
         try:
@@ -134,10 +134,12 @@ class _UserLevel(TorchFunctionMode):
 class _Watch:
     """Looks at one step."""
 
-    def __init__(self, buffers: frozenset[int]) -> None:
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
         self.inside: Inside | None = None
         self.doors: set[str] = set()
-        self._buffers = buffers
+        self._buffers = frozenset(map(id, buffers))
+        plain = [buffer for buffer in buffers if type(buffer) in (Tensor, nn.Buffer)]
+        self._memory = frozenset(buffer.untyped_storage().data_ptr() for buffer in plain)
         self._dims: TokenDims | None = None
         self._escaped: dict[int, tuple[ReferenceType[Tensor], Inside]] = {}
 
@@ -180,7 +182,7 @@ class _Watch:
     def compared(self, inside: Inside, numbers: Tensor) -> None:
         """Looks at numbers of tokens of which a mask is made: those that a rank counted itself say nothing of the others' tokens."""
         dims = self._at(inside)
-        is_kept = id(numbers) in self._buffers or id(numbers._base) in self._buffers
+        is_kept = numbers.untyped_storage().data_ptr() in self._memory
         if is_kept or (dims is not None and dims.of(numbers).own):
             local, line = inside.sequence.cut.local, calling_line()
             where = "" if line is None else f" ({line})"

@@ -102,7 +102,7 @@ def _parity(rank: int, balance: Balance, names: list[str], length: int) -> dict[
     for name in names:
         for restart in (False, True):
             found[f"{name} {restart}"] = difference_from_one_process(
-                door, Masked(MASKS[name]), x=x, **packed(length, restart)
+                door, Masked(MASKS[name]), None, None, x=x, **packed(length, restart)
             )
     found["gathers"] = 0.0 if len({id(mask) for mask in door.attention.masks[-2:]}) == 1 else 1.0
     door.close()
@@ -143,6 +143,8 @@ def test_what_says_nothing_of_all_tokens_is_refused(name: str) -> None:
 
 class Kept(Masked):
     """Has a number for each position, of which a rank would take the first."""
+
+    blocks: Tensor
 
     def __init__(self) -> None:
         super().__init__(lambda d, p, k: self.blocks[:, : d.shape[1], None] == self.blocks[:, None, : d.shape[1]])
@@ -238,7 +240,7 @@ class Cumulative(Dealt):
 
 def _cumulative(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     flat = torch.cat([row["documents"] + 100 * place for place, row in enumerate(rows)])
-    _, counts = flat.unique_consecutive(return_counts=True)
+    _, counts = torch.unique_consecutive(flat, return_counts=True)
     starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     return {**{name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}, "documents": starts}
 
