@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.memory.charts import draw_rank, draw_summary
-from lightning_5d.memory.holders import held, pools
+from lightning_5d.memory.holders import elsewhere, held, pools
 from lightning_5d.memory.recorder import MemoryRecorder
 from lightning_5d.memory.summary import MemorySummary
 
@@ -218,6 +218,7 @@ class MemoryProfiler(L.Callback):
             device,
             lambda: held(module, strategy.optimizers, axes()),
             lambda: pools(axes(), device.type),
+            lambda: elsewhere(axes(), device.type),
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             resolution=self.resolution,

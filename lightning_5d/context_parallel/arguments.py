@@ -22,6 +22,7 @@ from lightning_5d.context_parallel.lengths import (
     named_tensors,
 )
 from lightning_5d.context_parallel.shown import SequenceShard, is_shown
+from lightning_5d.context_parallel.shown.totals import total
 from lightning_5d.context_parallel.step_sequence import StepSequence
 from lightning_5d.pipeline_parallel.containers import children, rebuilt
 from lightning_5d.tensor_parallel.axis import TensorAxis
@@ -273,4 +274,18 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.sum(grad) / ctx.axis.size, None
+        return _Out.apply(total(grad, ctx.axis), ctx.axis.size), None  # type: ignore[no-untyped-call]
+
+
+class _Out(torch.autograd.Function):
+    """A gradient from inside of a door at the user's level; what comes back into it from there is multiplied by the ranks, as all is."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, inside: Tensor, ranks: int) -> Tensor:
+        return inside / ranks
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -72,7 +72,7 @@ def open_attention(method: Method, ulysses: int, mesh: ParallelMesh) -> ContextA
     from lightning_5d.context_parallel.ring import RingAttention
     from lightning_5d.context_parallel.ulysses import UlyssesAttention
 
-    group, device = mesh.group("cp"), mesh.device
+    group, device = mesh.line("cp"), mesh.device
     if method == "all_gather":
         return AllGatherAttention(group, device)
     if method == "ulysses":

@@ -44,6 +44,9 @@ class ContextParallel(Parallelism):
             of the model; ``None`` for what is not to be cut.
         pad: Whether lengths that the ranks do not divide are padded inside; they are refused otherwise.
         whole_outputs: Whether what validation, test and predict steps return is put together in the order of the sequence.
+        documents: The entry of the batch that says which document each token belongs to, where several share a sequence: integers of shape
+            (batch, tokens), or cumulative lengths over all rows, from 0 to batch times tokens. All attention of the sequences then keeps to
+            documents, whatever masks the model has, and also with a size of 1.
 
     Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Jacobs et al., "DeepSpeed Ulysses" (2023); Fang and
     Zhao, "USP: A Unified Sequence Parallelism Approach" (2024), for the mixture; Llama 3 (2024), section 3.3.2, for the gather.
@@ -59,6 +62,7 @@ class ContextParallel(Parallelism):
     keys: Mapping[str, int | None] | None = None
     pad: bool = True
     whole_outputs: bool = True
+    documents: str | None = None
 
     def mesh_sizes(self) -> dict[str, Size]:
         """The size of ``cp``."""
@@ -90,11 +94,19 @@ class ContextParallel(Parallelism):
         ):
             what = f"ContextParallel(keys={self.keys!r}) is no mapping of names to dimensions or None."
             problems.append(Problem(what, 'Write {"frames": 2, "speaker": None}.'))
-        if problems or context.module is None or self.size == 1:
+        if self.documents is not None and not (isinstance(self.documents, str) and self.documents):
+            what = f"ContextParallel(documents={self.documents!r}) is no name of an entry of the batch."
+            problems.append(Problem(what, 'Write documents="document_ids", or leave it out.'))
+        if problems or context.module is None or not self._is_at_work:
             return problems
         from lightning_5d.context_parallel.compatibility import module_problems
 
         return module_problems(context.module, self, tensor=context.sizes.get("tp", 1))
+
+    @property
+    def _is_at_work(self) -> bool:
+        """One rank alone has something to do, too, where attention has to keep to documents."""
+        return self.size > 1 or self.documents is not None
 
     def _mixture_problems(self) -> list[Problem]:
         if not _is_count(self.ulysses):
@@ -117,7 +129,7 @@ class ContextParallel(Parallelism):
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Puts doors around the models that the module calls."""
-        if self.size == 1:
+        if not self._is_at_work:
             return Parallelized()
         from lightning_5d.context_parallel.cut_sequences import CutSequences
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_5d.context_parallel.attention import open_attention
+from lightning_5d.context_parallel.between_stages import from_plain_form, plain_form
 from lightning_5d.context_parallel.doors import Doors
 from lightning_5d.context_parallel.first_step import FirstStep
 from lightning_5d.context_parallel.redirect import Redirect
@@ -34,10 +35,11 @@ class CutSequences(Parallelized):
 
     def __init__(self, module: nn.Module, plugin: ContextParallel, mesh: ParallelMesh) -> None:
         self._module, self._plugin = module, plugin
-        self._axis = open_axis(mesh.group("cp"), mesh.device)
+        self._axis = open_axis(mesh.line("cp"), mesh.device)
         self._attention = open_attention(plugin.method, plugin.ulysses, mesh)
         self._redirect = Redirect(self._attention, mesh.size("tp"))
-        self._guards = FirstStep(module, self._redirect)
+        self._guards = FirstStep(module, self._redirect, lambda: self.doors.outside)
+        self._is_split = mesh.size("pp") > 1
         self._stage = 0
         self._doors: Doors | None = None
 
@@ -51,6 +53,8 @@ class CutSequences(Parallelized):
             self._redirect.inside,
             keys=self._plugin.keys,
             pad=self._plugin.pad,
+            documents=self._plugin.documents,
+            is_split=self._is_split,
         )
 
     @property
@@ -78,8 +82,15 @@ class CutSequences(Parallelized):
 
     @override
     def recompute_context(self) -> Callable[[], AbstractContextManager[None]]:
-        inside, doors = self.doors.inside, self.doors
-        return lambda: doors.entered(inside)
+        return self.doors.again()
+
+    @override
+    def plain_form(self, tensor: Tensor) -> tuple[Tensor, Hashable] | None:
+        return plain_form(tensor)
+
+    @override
+    def from_plain_form(self, plain: Tensor, form: Any) -> Tensor:
+        return from_plain_form(plain, form, self.doors.sequence)
 
     @override
     def memory(self) -> Iterable[tuple[str, Tensor]]:

@@ -26,10 +26,11 @@ from lightning_5d.context_parallel.arguments import (
     shown_entering,
 )
 from lightning_5d.context_parallel.cut import SequenceCut
+from lightning_5d.context_parallel.documents import StepDocuments
 from lightning_5d.context_parallel.hugging_face_loss import wrap_losses
 from lightning_5d.context_parallel.inside import Inside
 from lightning_5d.context_parallel.leaving import Leaving
-from lightning_5d.context_parallel.lengths import BatchLengths, Keys, Path, batch_lengths, check_length
+from lightning_5d.context_parallel.lengths import BatchLengths, Keys, Path, batch_lengths, check_length, named_tensors
 from lightning_5d.context_parallel.shown import SequenceShard, is_shown
 from lightning_5d.context_parallel.step_sequence import StepSequence
 from lightning_5d.replaced_forward import ReplacedForward
@@ -58,6 +59,8 @@ class Doors:
         around: A context for code inside of doors, in which attention is redirected.
         keys: Sequence dimensions by name; see `Keys`.
         pad: Whether lengths that the ranks do not divide are padded.
+        documents: The entry of the batch that says which document each token belongs to; see `StepDocuments`.
+        is_split: Whether a pipeline splits batches into microbatches.
 
     Attributes:
         inside: The door that is open; ``None`` at the user's level.
@@ -72,11 +75,15 @@ class Doors:
         *,
         keys: Mapping[str, int | None] | None = None,
         pad: bool = True,
+        documents: str | None = None,
+        is_split: bool = False,
     ) -> None:
         self.inside: Inside | None = None
         self._axis, self._cut, self._around, self._pad = axis, cut, around, pad
         self._keys = Keys(keys)
         self._lengths: BatchLengths | None = None
+        self._entry, self._is_split = documents, is_split
+        self._documents: StepDocuments | None = None
         self._sequences: dict[int, StepSequence] = {}
         self._within = 0
         self._entered = False
@@ -111,6 +118,9 @@ class Doors:
             check_length(self._cut(length), name, pad=self._pad)
         before, self._lengths, self._entered = self._lengths, lengths, False
         within, self._within = self._within, 0
+        known = self._documents
+        if self._entry is not None:
+            self._documents = StepDocuments.of(self._entry, args, kwargs, lengths, self._is_split)
         try:
             yield
             if not self._entered and not self._told:
@@ -121,13 +131,13 @@ class Doors:
                     " sequence dimension of what the model is called with, as in ContextParallel(keys={'x': 1})."
                 )
         finally:
-            self._lengths, self._within = before, within
+            self._lengths, self._within, self._documents = before, within, known
             self._pending.clear()
             self._left.clear()
 
     @contextmanager
     def entered(self, inside: Inside | None) -> Iterator[None]:
-        """A context in which a door is open, once more: for what runs again in backward.
+        """A context in which a door is open, perhaps once more: for what runs again in backward.
 
         Args:
             inside: What `inside` was then.
@@ -142,6 +152,28 @@ class Doors:
                     yield
         finally:
             self.inside, self._within = before, within
+
+    @property
+    def outside(self) -> bool:
+        """Whether code of the user's level is running: no door is open, nor on its way in or out."""
+        return self.inside is None and not self._pending and not self._left
+
+    def again(self) -> Callable[[], AbstractContextManager[None]]:
+        """What a part of a step that is about to run has to run in whenever it runs again, see `Parallelized.recompute_context`."""
+        inside, lengths = self.inside, self._lengths
+        if inside is not None or lengths is None or self._within:
+            return lambda: self.entered(inside)
+        return lambda: self._user_level(lengths)
+
+    @contextmanager
+    def _user_level(self, lengths: BatchLengths) -> Iterator[None]:
+        """A context in which calls of models are doors, as in the step with sequences of these lengths."""
+        before = self._lengths, self.inside, self._within
+        self._lengths, self.inside, self._within = lengths, None, 0
+        try:
+            yield
+        finally:
+            self._lengths, self.inside, self._within = before
 
     def sequence(self, length: int) -> StepSequence:
         """The sequence of so many tokens; one object for each length."""
@@ -172,15 +204,31 @@ class Doors:
         how = self._entering(door, named)
         if how is None:
             new = {name: mapped(value, _made_whole) for name, value in named.items()}
+            self._tell_of_whole(door, new, lengths)
             return door.signature.replaced(args, kwargs, changed(named, new))
         sequence = self.sequence(how.length)
-        inside = Inside(door.name, sequence, rows=how.rows)
+        limits = None if self._documents is None else self._documents.limits(door.name, how.rows, how.length)
+        inside = Inside(door.name, sequence, rows=how.rows, limits=limits)
         new = self._cut_arguments(door, named, lengths, sequence, how)
         self._pending[id(door.module)] = _Call(inside, how)
         self._entered = True
         args, kwargs = door.signature.replaced(args, kwargs, changed(named, new))
         adapted = None if door.adaptation is None else door.adaptation(inside, args, kwargs)
         return (args, kwargs) if adapted is None else adapted
+
+    def _tell_of_whole(self, door: _Door, named: Mapping[str, Any], lengths: BatchLengths) -> None:
+        """Says once that a module computes all of something that looks like sequences of another length."""
+        given = [(path, x) for path, x in named_tensors(named) if x.ndim == 3 and (door.name, *path) not in self._keys]
+        if door.told or not given or continues(named):
+            return
+        door.told = True
+        path, tensor = given[0]
+        found = " and ".join(str(length) for length in sorted(set(lengths.by_name.values())))
+        rank_zero_warn(
+            f"ContextParallel: every rank computes all of {door.name}, which was called with {'.'.join(path)} of shape {tuple(tensor.shape)}; the"
+            f" sequences of the batch have {found} tokens. If these are sequences as well:"
+            f' ContextParallel(keys={{"{door.name}.{".".join(path)}": 1}}).'
+        )
 
     def _entering(self, door: _Door, named: dict[str, Any]) -> Entering | None:
         """How a call is cut; ``None`` if it is no door."""
@@ -235,6 +283,7 @@ class _Door(ReplacedForward):
         self.has_weights = _has_weights(module)
         self.adaptation = Adaptation.of(name, module, self.signature)
         self.leaving = Leaving(name, module, doors._keys)
+        self.told = False
         if self.has_weights:
             module.__dict__["forward"] = self
 

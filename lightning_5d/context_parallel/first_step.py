@@ -7,15 +7,18 @@ all of it computes something else. Everything here costs a first step some time 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_5d.context_parallel.inside import Inside
 from lightning_5d.context_parallel.place import refused
@@ -26,6 +29,8 @@ from lightning_5d.tensor_parallel.running import calling_line, came_between_rank
 
 _OTHERS = (MisconfigurationException, torch.OutOfMemoryError, dist.DistError)
 _ASKS = frozenset(["__get__", "dim", "size", "stride", "numel", "is_contiguous", "is_floating_point", "data_ptr", "ndimension"])  # fmt: skip
+_TOTALS = frozenset(["mean", "sum", "std", "var", "norm", "prod", "std_mean", "var_mean", "nanmean", "nansum", "linalg_vector_norm", "linalg_norm", "median"])  # fmt: skip
+_FOURIER = frozenset(["fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"])
 _RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
 _OVER_LAST = frozenset(["conv1d", "avg_pool1d", "max_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "conv_transpose1d", "interpolate"])  # fmt: skip
 _PICKS = frozenset(["select", "index_select", "narrow", "gather", "take_along_dim", "split", "chunk", "unbind", "tensor_split", "unfold"])  # fmt: skip
@@ -50,10 +55,11 @@ class FirstStep:
     Args:
         module: The module.
         redirect: What is active inside its doors.
+        outside: Whether code of the user's level is running, and no door is open or about to.
     """
 
-    def __init__(self, module: nn.Module, redirect: Redirect) -> None:
-        self._module, self._redirect = module, redirect
+    def __init__(self, module: nn.Module, redirect: Redirect, outside: Callable[[], bool] = lambda: False) -> None:
+        self._module, self._redirect, self._outside = module, redirect, outside
         self._watched: set[str] = set()
 
     @contextmanager
@@ -72,9 +78,11 @@ class FirstStep:
             return
         watch = _Watch(frozenset(id(buffer) for buffer in self._module.buffers()))
         before, self._redirect.watch = self._redirect.watch, watch
-        calls = self._redirect.calls
+        calls = self._redirect.calls, self._redirect.whole_keys
         try:
-            yield
+            # Compiled code would have to be compiled anew once it is gone.
+            with nullcontext() if self._is_compiled() else _UserLevel(watch, self._outside):
+                yield
         except StageBoundary:  # a stage of a pipeline has come to its end
             self._watched.add(kind)
             raise
@@ -83,12 +91,20 @@ class FirstStep:
             raise
         finally:
             self._redirect.watch = before
-        if watch.inside is not None and self._redirect.calls == calls:
-            self._look_for_mixers(watch.inside)
+        if watch.inside is not None and (self._redirect.calls, self._redirect.whole_keys) == calls:
+            self._look_for_mixers(watch.inside, watch.doors)
         self._watched.add(kind)
 
-    def _look_for_mixers(self, inside: Inside) -> None:
-        for name, module in self._module.named_modules():
+    def _is_compiled(self) -> bool:
+        return any(
+            hasattr(inner, "_orig_mod") or inner._compiled_call_impl is not None for inner in self._module.modules()
+        )
+
+    def _look_for_mixers(self, inside: Inside, doors: set[str]) -> None:
+        modules = dict(self._module.named_modules())
+        for name, module in modules.items():
+            if doors <= set(modules) and not any(name == door or name.startswith(f"{door}.") for door in doors):
+                continue  # it has computed on whole sequences
             if _MIXER.search(type(module).__name__):
                 cut = inside.sequence.cut
                 raise MisconfigurationException(
@@ -97,13 +113,55 @@ class FirstStep:
                 )
 
 
+class _UserLevel(TorchFunctionMode):
+    """Looks for tensors of a rank's own tokens that have come out of a door by another way than its outputs."""
+
+    def __init__(self, watch: _Watch, outside: Callable[[], bool]) -> None:
+        super().__init__()
+        self._watch, self._outside = watch, outside
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Private; checked with torch 2.13. In backward, functions find what they have saved inside.
+        if self._outside() and torch._C._current_graph_task_id() == -1 and getattr(func, "__name__", "") not in _ASKS:
+            self._watch.left()
+            found = next((x for x in tree_leaves((args, kwargs)) if self._watch.escaped(x)), None)
+            if found is not None and (line := calling_line()) is not None:
+                self._watch.refuse(found, f"{getattr(func, '__name__', func)}, {line}")
+        return func(*args, **kwargs)
+
+
 class _Watch:
     """Looks at one step."""
 
     def __init__(self, buffers: frozenset[int]) -> None:
         self.inside: Inside | None = None
+        self.doors: set[str] = set()
         self._buffers = buffers
         self._dims: TokenDims | None = None
+        self._escaped: dict[int, tuple[ReferenceType[Tensor], Inside]] = {}
+
+    def left(self) -> None:
+        """Keeps in mind, weakly, what has been made in the door that was open last."""
+        if self._dims is None or self.inside is None:
+            return
+        for tensor in self._dims.made():
+            self._escaped[id(tensor)] = ref(tensor), self.inside
+        self._dims = None
+
+    def escaped(self, x: Any) -> bool:
+        """Whether it was made of a rank's tokens inside of a door, and is none of its outputs."""
+        known = self._escaped.get(id(x))
+        return known is not None and known[0]() is x
+
+    def refuse(self, x: Tensor, where: str) -> None:
+        """Raises what is wrong with using it."""
+        inside = self._escaped[id(x)][1]
+        raise MisconfigurationException(
+            f"The step uses a tensor {tuple(x.shape)} that a module inside {inside.name} has kept ({where}), in an attribute or by a hook. It was"
+            f" made of {inside.sequence.cut.local} of {inside.sequence.cut.length} tokens on each rank of ContextParallel. Let the forward of"
+            f" {inside.name} return it: what it returns is put together again."
+        )
 
     def attended(self, inside: Inside, q: Tensor, k: Tensor) -> None:
         """Looks at queries: their tokens have to be where attention takes them."""
@@ -117,6 +175,17 @@ class _Watch:
                 inside,
                 f"has attention {tuple(q.shape)} over a dimension that happens to be as long as a rank's part of the sequence",
                 "Choose another length of the sequence.",
+            )
+
+    def compared(self, inside: Inside, numbers: Tensor) -> None:
+        """Looks at numbers of tokens of which a mask is made: those that a rank counted itself say nothing of the others' tokens."""
+        dims = self._at(inside)
+        if dims is not None and dims.of(numbers).own:
+            cut = inside.sequence.cut
+            raise refused(
+                inside,
+                f"makes a mask of pairs of tokens ({calling_line()}) of numbers that it counted for {cut.local} tokens of a rank, from 0",
+                _POSITIONS,
             )
 
     def look(self, inside: Inside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -154,7 +223,9 @@ class _Watch:
 
     def _at(self, inside: Inside) -> TokenDims | None:
         if self.inside is not inside:
+            self.left()
             self.inside = inside
+            self.doors.add(inside.name)
             cut = inside.sequence.cut
             # Of one token nothing can be followed.
             self._dims = TokenDims(cut.local, cut.length, self._buffers) if cut.local > 1 else None
@@ -177,7 +248,7 @@ def _finding(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: To
         return _product(args[1], args[2], dims)
     if name in _ADDING:
         return _combined(args, dims)
-    if not found.tokens and not found.rows:
+    if not found.tokens and not found.rows and not found.merged:
         return None
     tokens = found.tokens
     if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
@@ -210,7 +281,22 @@ def _finding(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: To
         over = set(dims_of(name, args, kwargs, x.ndim))
         if not over and name in ("sort", "argsort", "topk"):
             over = {x.ndim - 1}
-        return (mixes, _POSITIONS if name.startswith("cum") else _AT_USER_LEVEL) if over & tokens else None
+        if not over and name in _TOTALS:
+            over = set(range(x.ndim))
+        # Whole numbers count and sort what is routed to experts, of all sequences; what becomes of a token does not depend on that.
+        mixing = tokens | (
+            found.rows | found.merged if x.is_floating_point() or name.startswith("cum") else frozenset()
+        )
+        return (mixes, _POSITIONS if name.startswith("cum") else _AT_USER_LEVEL) if over & mixing else None
+    if name in _FOURIER:
+        given = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        return (mixes, _AT_USER_LEVEL) if given % x.ndim in tokens | found.merged else None
+    if name in ("fft_fft2", "fft_fftn", "fft_rfft2", "fft_rfftn"):
+        given = kwargs.get("dim", args[2] if len(args) > 2 else (-2, -1) if name.endswith("2") else None)
+        taken = set(range(x.ndim)) if given is None else {dim % x.ndim for dim in given}
+        return (mixes, _AT_USER_LEVEL) if taken & tokens else None
+    if name in ("numpy", "tolist") and x.is_floating_point():
+        return "takes the tokens of one rank out of torch", _AT_USER_LEVEL
     picked = f"picks some of the {dims.length} tokens of a rank"
     if name == "__getitem__":
         return (picked, _AT_USER_LEVEL) if _picks(args[1], x.ndim, tokens, dims.length) else None

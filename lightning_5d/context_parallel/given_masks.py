@@ -22,8 +22,9 @@ _HIDES = -1e4
 """Added to scores, so much or less leaves nothing of a probability: models take -inf, a dtype's smallest number, -1e9 or -1e4."""
 
 _WORKS = (
-    "Pass is_causal=True or a mask without queries, (B, 1, 1, S) of one entry per key, or build a Hugging Face model whose masks are known by"
-    " name: causal, sliding windows, padding and packed documents."
+    "Pass is_causal=True or a mask without queries, (B, 1, 1, S) of one entry per key; compare document numbers or positions that the model is"
+    " given as arguments, documents[:, :, None] == documents[:, None, :]; or build a Hugging Face model whose masks are known by name: causal,"
+    " sliding windows, padding and packed documents."
 )
 
 
@@ -103,7 +104,7 @@ def _read(inside: Inside, mask: Tensor, lead: Sequence[int], hides: bool) -> Rea
         raise refused(
             inside, f"has an attention mask {shape} of pairs of tokens that differs between sequences", _WORKS
         )
-    if _is_causal(inside, mask, hides):
+    if is_causal(inside, mask, hides):
         return Reading(causal=True)
     raise refused(
         inside,
@@ -130,7 +131,7 @@ def _keys(inside: Inside, mask: Tensor, lead: Sequence[int], hides: bool) -> Ten
     return None if bool(seen.all()) else seen
 
 
-def _is_causal(inside: Inside, mask: Tensor, hides: bool) -> bool:
+def is_causal(inside: Inside, mask: Tensor, hides: bool) -> bool:
     """Whether a mask of queries and keys is the causal triangle of the whole sequence."""
     cut = inside.sequence.cut
     if isinstance(mask, Triangle):

@@ -117,8 +117,8 @@ class WholeSequenceLoss:
             tokens = isinstance(value, Tensor) and not is_shown(value) and value.ndim >= 2 and value.shape[1] == local
             return SequenceShard.wrap(value, dim=1, sequence=inside.sequence) if tokens else value
 
-        args, kwargs = mapped((args, kwargs), show)
         with inside.at_user_level():
+            args, kwargs = mapped((args, kwargs), show)
             return function(*args, **kwargs)
 
     @property

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_5d.context_parallel.step_sequence import StepSequence
+
+if TYPE_CHECKING:
+    from lightning_5d.context_parallel.documents import Limits
 
 
 @dataclass(eq=False)
@@ -26,6 +30,7 @@ class Inside:
         rows: Sequences in the tensors that were cut, B.
         cacheless: Whether a model of Hugging Face that would keep a cache by itself was told not to. In one process it would then not look
             for documents.
+        limits: Documents to which all attention of the sequences keeps, by an entry of the batch.
         paused: Whether code of the user's level is running (a loss that sees whole sequences): nothing is then redirected.
     """
 
@@ -34,8 +39,9 @@ class Inside:
     documents: Tensor | None = None
     rows: int = 1
     cacheless: bool = False
+    limits: Limits | None = None
     paused: bool = False
-    _gathered: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _gathered: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     @contextmanager
     def at_user_level(self) -> Iterator[None]:
@@ -48,8 +54,9 @@ class Inside:
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """`StepSequence.gather`, once per tensor: all layers of a model share a mask. All ranks call it together."""
-        key = (id(local), local._version, dim)
+        version = None if local.is_inference() else local._version
+        key = (local.data_ptr(), local.dtype, local.shape, local.stride(), version, dim)
         if key not in self._gathered:
-            # The local tensor is kept with it, so that no other one gets its id.
+            # The local tensor is kept with it, so that no other one gets its memory.
             self._gathered[key] = (local, self.sequence.gather(local, dim))
         return self._gathered[key][1]

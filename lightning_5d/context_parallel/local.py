@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +16,11 @@ from lightning_5d.context_parallel.cut import SequenceCut
 from lightning_5d.context_parallel.inputs import of_nothing
 from lightning_5d.context_parallel.joining import Joined, RowSum, rows_of
 from lightning_5d.context_parallel.masks import AttentionMask
-from lightning_5d.context_parallel.tiles import Plan, Tile, tile_mask
+from lightning_5d.context_parallel.tiles import Plan, Span, Tile, tile_mask
 from lightning_5d.context_parallel.tiles import plan as plan_of
+
+# Masks of tiles are kept for the other layers of a step up to so many bytes; beyond, each call makes its own.
+_KEPT_BYTES = 64 << 20
 
 
 class Meeting:
@@ -26,20 +31,44 @@ class Meeting:
         cut: Who holds what.
         place: The place that holds the queries.
         scale: Of the scores.
+        kept: Where masks of tiles are kept for other layers of a step.
 
     Attributes:
         plan: The tiles.
     """
 
-    def __init__(self, mask: AttentionMask, cut: SequenceCut, place: int, scale: float) -> None:
-        self._mask, self._cut, self._place, self._scale = mask, cut, place, scale
+    def __init__(
+        self, mask: AttentionMask, cut: SequenceCut, place: int, scale: float, kept: TileMasks | None = None
+    ) -> None:
+        self._mask, self._cut, self._place, self._scale, self._kept = mask, cut, place, scale, kept
         self.plan: Plan = plan_of(mask, cut, place)
 
     def of(self, tile: Tile, owner: int, device: torch.device) -> dict[str, Any]:
         """How the queries see the keys of `owner` in one of its tiles."""
-        masked = tile.kind == "masked"
-        mask = tile_mask(self._mask, self._cut, tile, self._place, owner, device) if masked else None
-        return {"causal": tile.kind == "causal", "mask": mask, "scale": self._scale}
+        return {"causal": tile.kind == "causal", "mask": self._mask_of(tile, owner, device), "scale": self._scale}
+
+    def _mask_of(self, tile: Tile, owner: int, device: torch.device) -> Tensor | None:
+        if tile.kind != "masked":
+            return None
+        make = partial(tile_mask, self._mask, self._cut, tile, self._place, owner, device)
+        return make() if self._kept is None else self._kept.get((self._cut, owner, tile), make)
+
+
+class TileMasks:
+    """The masks of a step's tiles, made once for all layers as far as there is room."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[SequenceCut, int, Tile], Tensor] = {}
+        self._nbytes = 0
+
+    def get(self, key: tuple[SequenceCut, int, Tile], make: Callable[[], Tensor]) -> Tensor:
+        """The mask of one, made if it is not there."""
+        if (found := self._found.get(key)) is None:
+            found = make()
+            if self._nbytes + found.nbytes <= _KEPT_BYTES:
+                self._found[key] = found
+                self._nbytes += found.nbytes
+        return found
 
 
 class Outputs:
@@ -53,11 +82,15 @@ class Outputs:
     def __init__(self, q: Tensor, meeting: Meeting) -> None:
         self._q, self._meeting, self._joined = q, meeting, Joined(q, meeting.plan.blind)
 
-    def add(self, owner: int, k: Tensor, v: Tensor) -> None:
-        """Attends to the keys and values of a place, (B, K, s, D) each."""
+    def add(self, owner: int, k: Tensor, v: Tensor, first: int = 0) -> None:
+        """Attends to the keys and values of a place, (B, K, s, D) each, or to their rows from `first` on, as many as are needed."""
         for tile in self._meeting.plan.tiles[owner]:
-            how = self._meeting.of(tile, owner, k.device)
-            found = kernels.forward(rows_of(self._q, tile.queries), rows_of(k, tile.keys), rows_of(v, tile.keys), **how)
+            found = kernels.forward(
+                rows_of(self._q, tile.queries),
+                rows_of(k, tile.keys, first),
+                rows_of(v, tile.keys, first),
+                **self._meeting.of(tile, owner, k.device),
+            )
             self._joined.add(tile.queries, *found)
 
     def whole(self) -> tuple[Tensor, Tensor]:
@@ -81,25 +114,37 @@ class Backward:
         self._g, self._q, self._out, self._lse, self._meeting = g, q, out, lse, meeting
         self._sum = RowSum(q.shape[2], accumulator(q.dtype))
 
-    def add(self, owner: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What these queries contribute to the gradients of a place's keys and values; ``None`` if they see none of them."""
+    def add(
+        self, owner: int, k: Tensor, v: Tensor, first: int = 0, rows: Span | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """What these queries contribute to the gradients of a place's keys and values; ``None`` if they see none of them.
+
+        Args:
+            owner: The place.
+            k: Its keys, from row `first` on.
+            v: Its values, likewise.
+            first: The first row that is here.
+            rows: The rows whose gradients are wanted; all of the place's if ``None``.
+        """
         tiles = self._meeting.plan.tiles[owner]
-        sums = [RowSum(x.shape[2], accumulator(x.dtype)) for x in (k, v)]
+        start, stop = (0, k.shape[2]) if rows is None else rows
+        sums = [RowSum(stop - start, accumulator(x.dtype)) for x in (k, v)]
         for tile in tiles:
             found = kernels.backward(
                 rows_of(self._g, tile.queries),
                 rows_of(self._q, tile.queries),
-                rows_of(k, tile.keys),
-                rows_of(v, tile.keys),
+                rows_of(k, tile.keys, first),
+                rows_of(v, tile.keys, first),
                 rows_of(self._out, tile.queries),
                 rows_of(self._lse, tile.queries),
                 **self._meeting.of(tile, owner, k.device),
             )
             self._sum.add(tile.queries, found.q_BHqD, ours=True)
-            if len(tiles) == 1 and found.k_BKkD.shape == k.shape:
+            if len(tiles) == 1 and tile.keys == (start, stop):
                 return found.k_BKkD, found.v_BKkD
+            keys = (tile.keys[0] - start, tile.keys[1] - start)
             for total, part in zip(sums, (found.k_BKkD, found.v_BKkD), strict=True):
-                total.add(tile.keys, part, ours=True)
+                total.add(keys, part, ours=True)
         return (sums[0].whole(k), sums[1].whole(v)) if tiles else None
 
     def queries(self) -> Tensor:

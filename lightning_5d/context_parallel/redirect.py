@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from types import FunctionType
 from typing import Any, Protocol
@@ -14,22 +15,27 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_5d.context_parallel.attention import ContextAttention, default_scale
+from lightning_5d.context_parallel.comparisons import COMPARISONS, compared
 from lightning_5d.context_parallel.dropout import DRAWS, DROPOUT, RandomParts, is_active
 from lightning_5d.context_parallel.given_masks import GivenMasks
 from lightning_5d.context_parallel.hugging_face_loss import LOSSES, answer_loss
 from lightning_5d.context_parallel.hugging_face_masks import stating_masks
 from lightning_5d.context_parallel.inside import Inside
 from lightning_5d.context_parallel.masks import AttentionMask
+from lightning_5d.context_parallel.pairs import PairMask, Pairs, Purpose
 from lightning_5d.context_parallel.place import refused
 from lightning_5d.context_parallel.repeated_heads import RepeatedHeads
 from lightning_5d.context_parallel.stated_mask import StatedMask
+from lightning_5d.context_parallel.stated_pairs import stated
 from lightning_5d.context_parallel.triangle import made
+from lightning_5d.hidden_operations import hidden_operations
+from lightning_5d.model_flops import shared_attention
 
 _ATEN = torch.ops.aten
 _PRODUCT = F.scaled_dot_product_attention
 _CALLS = (_PRODUCT, _ATEN.scaled_dot_product_attention, _ATEN.scaled_dot_product_attention.default)
 _TRIANGLES = (torch.tril, Tensor.tril, torch.triu, Tensor.triu)
-_NOTED = frozenset([*_TRIANGLES, *RepeatedHeads.CALLS])
+_NOTED = frozenset([*_TRIANGLES, *RepeatedHeads.CALLS, *COMPARISONS])
 # What `scaled_dot_product_attention` chooses from; models that call one of these themselves are rare.
 _KERNELS = tuple(
     call
@@ -57,6 +63,9 @@ class Watch(Protocol):
     def attended(self, inside: Inside, q: Tensor, k: Tensor) -> None:
         """Looks at the queries and keys of attention that is about to run."""
 
+    def compared(self, inside: Inside, numbers: Tensor) -> None:
+        """Looks at numbers of tokens of which a mask of pairs is about to be made."""
+
 
 class Redirect(TorchFunctionMode):
     """Sends the attention of modules inside a door to `ContextAttention`, and gives ranks their own dropout there.
@@ -69,12 +78,13 @@ class Redirect(TorchFunctionMode):
 
     Attributes:
         calls: Calls of attention that were redirected so far.
+        whole_keys: Calls of attention of the sequence's tokens to keys that are none of it, and need nothing.
         watch: Looks at everything, in a first step.
     """
 
     def __init__(self, attention: ContextAttention, tensor_size: int = 1) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls = self.whole_keys = 0
         self.watch: Watch | None = None
         self._attention = attention
         self._random = RandomParts(tensor_size)
@@ -86,6 +96,7 @@ class Redirect(TorchFunctionMode):
             F.multi_head_attention_forward: self._multi_head,
             **dict.fromkeys(_KERNELS, self._kernel),
             **dict.fromkeys(_TRIANGLES, self._triangle),
+            **dict.fromkeys(COMPARISONS, self._compare),
             **dict.fromkeys(RepeatedHeads.CALLS, self._repeat),
             **dict.fromkeys(DRAWS, self._draw),
             **dict.fromkeys(LOSSES, self._loss),
@@ -149,7 +160,9 @@ class Redirect(TorchFunctionMode):
         return self._inside
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._attend(*args, **kwargs)
+        # Masks are kept for the layers that follow, and a ring does not do the same on each rank.
+        with hidden_operations():
+            return self._attend(*args, **kwargs)
 
     def _loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         answer = answer_loss(self._open, func, args, kwargs)
@@ -170,6 +183,7 @@ class Redirect(TorchFunctionMode):
         inside = self._open
         if not _meets(inside, query.shape[-2], key.shape[-2], attn_mask, is_causal):
             # Keys that are no part of the sequences are whole, and each query sees all it has to.
+            self.whole_keys += query.shape[-2] == inside.sequence.cut.local
             return _PRODUCT(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if dropout_p:
             raise refused(
@@ -183,6 +197,8 @@ class Redirect(TorchFunctionMode):
                 "attn_mask must not be given with is_causal=True; one of them has to say what queries see."
             )
         mask = self._mask(inside, query, attn_mask, is_causal)
+        if inside.limits is not None:
+            mask = inside.limits.on(mask)
         if self.watch is not None:
             self.watch.attended(inside, query, key)
         single = self._repeated.undone(key), self._repeated.undone(value)
@@ -196,6 +212,12 @@ class Redirect(TorchFunctionMode):
             return given.stated
         if given is None:
             return AttentionMask(is_causal)
+        if isinstance(given, PairMask):
+            purpose: Purpose = "shows" if given.dtype == torch.bool else "added"
+            if (said := stated(inside, given, query.shape[:-2], purpose)) is not None:
+                return said
+        if isinstance(given, Pairs):
+            given = given.plain()
         if query.ndim == 3 and given.ndim == 3:
             given = given.unsqueeze(1)
         reading = self._masks.read(inside, given, query.shape[: max(query.ndim - 3, 1)])
@@ -210,6 +232,7 @@ class Redirect(TorchFunctionMode):
         if not _meets(
             inside, query.shape[0], key.shape[0], attn_mask, given.get("is_causal", False) and attn_mask is None
         ):
+            self.whole_keys += query.shape[0] == inside.sequence.cut.local
             return func(*args, **kwargs)
         for name in ("bias_k", "static_k"):
             if given.get(name) is not None:
@@ -233,7 +256,8 @@ class Redirect(TorchFunctionMode):
             q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **rest: Any
         ) -> Tensor:
             stated = StatedMask.of(mask, (1, 1, 1, 1), q.device)
-            return self._attend(q, k, v, stated, dropout_p, **rest)
+            with hidden_operations():
+                return self._attend(q, k, v, stated, dropout_p, **rest)
 
         output, _ = _multi_head_with(attend)(
             **(given | {"attn_mask": None, "key_padding_mask": None, "is_causal": False, "need_weights": False})
@@ -254,6 +278,12 @@ class Redirect(TorchFunctionMode):
         if x.shape[-1] != self._open.sequence.cut.local or "out" in kwargs:
             return result
         return made(func, x, result, kwargs.get("diagonal", args[1] if len(args) > 1 else 0))
+
+    def _compare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inside, watch = self._open, self.watch
+        show = None if watch is None else partial(watch.compared, inside)
+        found = compared(inside, func, args, kwargs, show)
+        return func(*args, **kwargs) if found is None else found
 
     def _repeat(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
@@ -340,7 +370,7 @@ def _folded(
         v = F.pad(v, (0, features - size))
     elif size > features:
         q, k = F.pad(q, (0, size - features)), F.pad(k, (0, size - features))
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False), shared_attention(q, k, v, inside.sequence.cut.size):
         out = attention(q, k, v, mask, inside.sequence.cut, scale)
     return out[..., :size].reshape(*shape[:-1], size)
 

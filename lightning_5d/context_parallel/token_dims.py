@@ -29,7 +29,7 @@ DIMENSIONS = {
     **dict.fromkeys(
         ["any", "all", "count_nonzero", "std_mean", "var_mean", "nanmean", "nansum", "cumulative_trapezoid"], 1
     ),
-    **dict.fromkeys(["linalg_vector_norm", "kthvalue", "quantile", "normalize"], 2),
+    **dict.fromkeys(["linalg_vector_norm", "linalg_norm", "kthvalue", "quantile", "normalize"], 2),
 }
 
 
@@ -41,17 +41,21 @@ class Followed:
         tokens: Along these lie the rank's tokens.
         rows: Along these lie its tokens of all sequences, one sequence after the other.
         own: Along these lie numbers that were made by counting the rank's tokens, as if they were all.
+        merged: Along these lie its tokens with their features, one after the other.
     """
 
     tokens: Dims = _NONE
     rows: Dims = _NONE
     own: Dims = _NONE
+    merged: Dims = _NONE
 
     def __or__(self, other: Followed) -> Followed:
-        return Followed(self.tokens | other.tokens, self.rows | other.rows, self.own | other.own)
+        return Followed(
+            self.tokens | other.tokens, self.rows | other.rows, self.own | other.own, self.merged | other.merged
+        )
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.rows or self.own)
+        return bool(self.tokens or self.rows or self.own or self.merged)
 
 
 NOTHING = Followed()
@@ -71,6 +75,14 @@ class TokenDims:
     whole: int
     buffers: frozenset[int] = frozenset()
     _known: dict[int, tuple[Tensor, Followed]] = field(default_factory=dict)
+    _made: set[int] = field(default_factory=set)
+
+    def made(self) -> Iterator[Tensor]:
+        """What has been made of the rank's tokens inside of the door."""
+        for key in self._made:
+            tensor, found = self._known[key]
+            if found.tokens or found.rows or found.merged:
+                yield tensor
 
     def of(self, x: Any) -> Followed:
         """What is known about a tensor; one from outside has its tokens behind its rows."""
@@ -99,9 +111,9 @@ class TokenDims:
         for result in results:
             if any(result is x for x in inputs):
                 continue
-            if name == "arange":
-                counted = result.ndim == 1 and result.shape[0] == self.length and int(result[-1] - result[0]) == self.length - 1  # fmt: skip
-                self._know(result, Followed(own=frozenset([0]) if counted else _NONE))
+            self._made.add(id(result))
+            if not inputs:
+                self._know(result, Followed(own=frozenset([0]) if self._counts(result) else _NONE))
                 continue
             found = NOTHING
             for place, x in enumerate(inputs):
@@ -110,6 +122,9 @@ class TokenDims:
                     found |= self._through(name, place, x, source, args, kwargs, result)
                 if name in ("__getitem__", "narrow", "slice") and place == 0:
                     found |= self._table(x, result)
+            if name == "cumsum" and not self.of(inputs[0]):  # of ones, for example
+                along = dims_of(name, args, kwargs, result.ndim)
+                found |= Followed(own=frozenset(dim for dim in along if result.shape[dim] == self.length))
             self._know(result, found)
 
     def _know(self, x: Tensor, found: Followed) -> None:
@@ -120,6 +135,13 @@ class TokenDims:
         if 1 in fitting and (len(shape) <= 3 or len(fitting) == 1):
             return Followed(frozenset([1]))
         return Followed(frozenset(fitting)) if len(fitting) == 1 and len(shape) > 1 else NOTHING
+
+    def _counts(self, made: Tensor) -> bool:
+        """Whether a tensor that was made of nothing has a growing number for each of the rank's tokens."""
+        if made.ndim != 1 or made.shape[0] != self.length or made.dtype == torch.bool or made.is_complex():
+            return False
+        steps = made.detach().diff()
+        return bool(steps[0] != 0) and torch.allclose(steps.double(), steps[0].double(), rtol=1e-3)
 
     def _table(self, x: Tensor, result: Tensor) -> Followed:
         """The beginning of a table with an entry for each position."""
@@ -168,7 +190,8 @@ class TokenDims:
             rows |= frozenset(
                 dim for dim in range(result.ndim) for of in source.tokens if prod(result.shape[: dim + 1]) == prod(x.shape[: of + 1])
             )  # fmt: skip
-        return Followed(tokens, rows - tokens, sized(moved(source.own)))
+        merged = moved(source.merged) if result.shape == x.shape else _NONE
+        return Followed(tokens, rows - tokens, sized(moved(source.own)), merged)
 
     def _viewed(self, x: Tensor, source: Followed, result: Tensor) -> Followed:
         def same(dims: Dims) -> Dims:
@@ -187,7 +210,20 @@ class TokenDims:
             and result.shape[dim]
             and result.shape[dim] % self.length == 0
         )
-        return Followed(tokens, rows if not tokens else _NONE, same(source.own))
+        merged = frozenset(
+            dim
+            for dim in range(result.ndim)
+            if dim not in tokens | rows
+            and result.stride(dim)
+            and any(
+                step % result.stride(dim) == 0 and result.stride(dim) * result.shape[dim] >= step * self.length
+                for step in {x.stride(dim) for dim in source.tokens}
+                if step > result.stride(dim)
+            )
+        )
+        if source.merged and result.shape == x.shape:
+            merged |= source.merged
+        return Followed(tokens, rows if not tokens else _NONE, same(source.own), merged)
 
     def _target(
         self, name: str, place: int, x: Tensor, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
@@ -258,5 +294,11 @@ def _is_view(x: Tensor, result: Tensor) -> bool:
         and not isinstance(x, ShownTensor)  # those have no memory of their own
         and not isinstance(result, ShownTensor)
         and x.dtype == result.dtype
-        and x.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+        and _memory(x) == _memory(result)
     )
+
+
+def _memory(x: Tensor) -> int:
+    while isinstance(x, ShownTensor):  # logits of the tensor axis have no memory themselves
+        x = x.local
+    return x.untyped_storage().data_ptr()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 # What leaves the triangle one, with no tensor beside it.
 _KEPT = frozenset(
-    ["__getitem__", "alias", "bool", "clone", "contiguous", "detach", "expand", "float", "half", "bfloat16", "double", "int", "long",
+    ["__getitem__", "alias", "bool", "clone", "contiguous", "detach", "expand", "float", "half", "bfloat16", "double", "int", "long", "requires_grad_",
      "to", "type", "unsqueeze", "view", "reshape"]
 )  # fmt: skip
 _INVERTED = frozenset(["__invert__", "logical_not", "bitwise_not"])
@@ -53,6 +53,8 @@ class Triangle(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Computes as with a plain tensor; follows the two values through what keeps the shape of a triangle."""
+        if any(not issubclass(cls, kind) for kind in types):
+            return NotImplemented
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
@@ -91,14 +93,16 @@ def _filled(x: Tensor, where: Any, value: Any) -> tuple[float, float] | None:
     if isinstance(x, Triangle):
         lower, upper = (x.lower, x.upper) if x._version == x.made_at else (None, None)
     else:
-        lower = upper = _number(x) if x.shape[-2:] == where.shape[-2:] else None
+        lower = upper = number_of(x) if x.shape[-2:] == where.shape[-2:] else None
     if lower is None or upper is None:
         return None
     return float(value) if where.lower else lower, float(value) if where.upper else upper
 
 
-def _number(x: Tensor) -> float | None:
-    """The number that a tensor consists of."""
+def number_of(x: Tensor) -> float | None:
+    """The number that a tensor consists of; ``None`` if there are several."""
+    if not x.numel():
+        return None
     low, high = x.aminmax() if x.dtype != torch.bool else (x.all(), x.any())
     return float(low) if bool(low == high) else None
 
@@ -117,7 +121,7 @@ def made(func: Callable[..., Any], x: Tensor, result: Tensor, diagonal: int) -> 
         return result
     if isinstance(x, Triangle) or x.requires_grad:
         return result
-    value = _number(x)
+    value = number_of(x)
     if value is None:
         return result
     return Triangle.of(result, *((value, 0.0) if is_lower else (0.0, value)))

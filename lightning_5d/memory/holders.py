@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_5d.memory.categories import COMMUNICATION, GRADIENTS, WEIGHTS, optimizer_category
+from lightning_5d.memory.categories import COMMUNICATION, ELSEWHERE, GRADIENTS, WEIGHTS, optimizer_category
 from lightning_5d.parallelism import Parallelized
 
 
@@ -42,12 +42,21 @@ def held(module: nn.Module, optimizers: Iterable[Any], axes: Iterable[Paralleliz
 
 def pools(axes: Iterable[Parallelized], device_type: str) -> dict[int, int]:
     """The memory that exchanges keep for reuse: bytes by address."""
-    found: dict[int, int] = {}
-    for axis in axes:
-        for category, tensor in axis.memory():
-            if category == COMMUNICATION and tensor.device.type == device_type:
-                found[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-    return found
+    return _by_address(axes, device_type, COMMUNICATION)
+
+
+def elsewhere(axes: Iterable[Parallelized], device_type: str) -> dict[int, int]:
+    """The memory of other ranks that exchanges read in place: bytes by address."""
+    return _by_address(axes, device_type, ELSEWHERE)
+
+
+def _by_address(axes: Iterable[Parallelized], device_type: str, category: str) -> dict[int, int]:
+    return {
+        tensor.data_ptr(): tensor.untyped_storage().nbytes()
+        for axis in axes
+        for of, tensor in axis.memory()
+        if of == category and tensor.device.type == device_type
+    }
 
 
 def _plain_optimizer(optimizer: Any) -> Optimizer:

@@ -25,6 +25,7 @@ class MemoryRecorder:
         device: Whose memory to count.
         held: Gives every tensor somebody answers for, with its category.
         pools: Gives the memory that exchanges keep for reuse, bytes by address.
+        elsewhere: Gives the memory of other ranks that is read in place, bytes by address.
         rank, world_size: As in `MemoryRecord`.
         resolution: See `Timeline`.
         snapshot: See `Allocator`.
@@ -35,6 +36,7 @@ class MemoryRecorder:
         device: torch.device,
         held: Callable[[], Held],
         pools: Callable[[], dict[int, int]] = dict,
+        elsewhere: Callable[[], dict[int, int]] = dict,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -43,7 +45,7 @@ class MemoryRecorder:
     ) -> None:
         self.record = MemoryRecord(rank, world_size, device.type)
         self.allocator = Allocator(device, snapshot)
-        self._held, self._pools = held, pools
+        self._held, self._pools, self._elsewhere = held, pools, elsewhere
         self._zero_s = time.perf_counter()
         self._timeline = Timeline(self._zero_s, resolution)
         self._segments: list[Segment] = []
@@ -98,7 +100,7 @@ class MemoryRecorder:
         self._end_segment()
         with self._log.aside():
             pools = self._pools()
-            phases, points = self._timeline.add(self._segments, self._log.take(), pools)
+            phases, points = self._timeline.add(self._segments, self._log.take(), pools, self._elsewhere())
             self.record.phases += phases
             self.record.points += points
         self._segments = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lightning_5d.memory.categories import ACTIVATIONS, COMMUNICATION, ELSEWHERE, OTHER
 from lightning_5d.memory.record import Bytes, Phase, Point
@@ -76,7 +77,11 @@ class Timeline:
             self._open(address, nbytes)
 
     def add(
-        self, segments: Sequence[Segment], changes: Sequence[Change], pools: Mapping[int, int]
+        self,
+        segments: Sequence[Segment],
+        changes: Sequence[Change],
+        pools: Mapping[int, int],
+        elsewhere: Mapping[int, int] = MappingProxyType({}),
     ) -> tuple[list[Phase], list[Point]]:
         """Replays one more part.
 
@@ -85,6 +90,7 @@ class Timeline:
             changes: All changes in them, in order.
             pools: Memory that an exchange keeps for reuse, bytes by address. All of it counts as communication buffers;
                 while a piece of it is lent to something else (a reduced gradient lies in it), as that.
+            elsewhere: Memory of other ranks that this one reads in place, bytes by address; it counts there.
 
         Returns:
             The finished phases, and their points.
@@ -97,6 +103,9 @@ class Timeline:
                 self._move(piece, after, piece.counted)
         by_phase: dict[int, list[Change]] = {}
         for change in changes:
+            piece = change.piece
+            if change.born and piece.category is None and elsewhere.get(piece.address) == change.delta:
+                piece.category = ELSEWHERE
             if change.phase == BEFORE:
                 self._apply(change, pools)
                 continue

@@ -27,7 +27,7 @@ _GUARDS = tuple(
     )
 ) + tuple(
     str(Path(__file__).parents[1] / "context_parallel" / name)
-    for name in ("redirect.py", "first_step.py", "token_dims.py", "place.py")
+    for name in ("redirect.py", "first_step.py", "token_dims.py", "place.py", "doors.py")
 )
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
@@ -36,6 +36,8 @@ _MODELS, _LAYERS, _AXIS = (
     str(Path(_OWN, "tensor_parallel")),
     str(Path(__file__).with_name("axis.py")),
 )
+_LAYERS_OF_TORCH, _MODULE = str(Path(_TORCH, "nn", "modules")), str(Path(_TORCH, "nn", "modules", "module.py"))
+_RECOMPUTING = (str(Path(_OWN, "recomputation.py")), str(Path(_TORCH, "utils", "checkpoint.py")))
 _BETWEEN = str(Path(_TORCH, "distributed"))
 # Of torch these act on weights by themselves: they gather, reduce and run blocks again.
 _MACHINERY = tuple(str(Path(_TORCH, *path)) for path in (("distributed",), ("autograd",), ("utils", "checkpoint.py")))
@@ -113,8 +115,14 @@ class Running:
 def calling_line() -> str | None:
     """File and line of the code that called into torch; ``None`` if that is this package or a part of torch that acts by itself."""
     frame: FrameType | None = sys._getframe(1)
+    by_layer = False
     while frame is not None:
         file = frame.f_code.co_filename
+        # What runs a layer of torch so that it can run again does nothing to tokens itself.
+        by_layer = by_layer or (file.startswith(_LAYERS_OF_TORCH) and file != _MODULE)
+        if by_layer and file in _RECOMPUTING:
+            frame = frame.f_back
+            continue
         if file not in _GUARDS and not file.startswith("<"):
             if file.startswith(_MACHINERY) or _is_ours(file):
                 return None

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "model.decoder.hidden_size=48", "model.decoder.intermediate_size=96", "model.decoder.context_length=1024",
     "trainer.max_steps=3", "trainer.limit_val_batches=0", "callbacks.summary=null", "callbacks.checkpoint=null",
-    "callbacks.loss_plot=null", "callbacks.text_sample=null", "callbacks.memory.pictures=false",
+    "callbacks.loss_plot=null", "callbacks.text_sample=null", "+callbacks.memory.pictures=false",
 ]  # fmt: skip
 
 
@@ -33,5 +33,5 @@ def test_each_of_four_ranks_keeps_a_quarter_of_the_activations_of_one_process(tm
     kept = [record.at_end("forward", 3)["activations"] for record in runs[4].ranks]
     assert len(kept) == 4
     assert max(kept) < 1.02 * min(kept)
-    # Beside its tokens' a rank keeps the keys and values that its attention needs again.
-    assert 0.24 * whole < max(kept) < 0.3 * whole
+    # Keys and values of its own tokens lie in memory that the others read, and do not count as activations.
+    assert 0.22 * whole < max(kept) < 0.26 * whole

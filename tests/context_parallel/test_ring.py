@@ -171,9 +171,9 @@ def test_heads_scales_and_sizes(ranks: RankPool, kind: str) -> None:
 def _refusals(rank: int) -> None:
     ring = open_ring("shared memory")
     q, k, v, _ = inputs(8)
-    with pytest.raises(ValueError, match="ring of 4 places; there are 2 ranks"):
+    with pytest.raises(ValueError, match="cut for 4 ranks; attention is over 2"):
         ring(q, k, v, AttentionMask(), SequenceCut(32, 4))
-    with pytest.raises(ValueError, match="have 8, 5 and 5 tokens; each place of the ring holds 8 of 15"):
+    with pytest.raises(ValueError, match="have 8, 5 and 5 tokens; each rank holds 8 of a"):
         ring(q, k[:, :, :5], v[:, :, :5], AttentionMask(), SequenceCut(15, 2))
     with pytest.raises(ValueError, match="do not fit keys"):
         ring(q[:, :3], k, v, AttentionMask(), SequenceCut(16, 2))

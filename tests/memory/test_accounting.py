@@ -247,6 +247,14 @@ def test_a_pool_counts_as_communication_and_as_what_it_is_lent_to():
     assert forward.end == {GRADIENTS: 0, COMMUNICATION: 150}
 
 
+def test_memory_of_another_rank_that_is_read_in_place_counts_there():
+    timeline = Timeline(0.0)
+    block, own = (Piece(address, nbytes=100, phase=0, graph=True) for address in (4096, 8192))
+    births = [Change(1.0, 0, piece, 100, born=True) for piece in (block, own)]
+    (forward,), _ = timeline.add([_segment(0, "forward", 0, 2)], births, {}, {4096: 100})
+    assert {name: nbytes for name, nbytes in forward.end.items() if nbytes} == {ACTIVATIONS: 100}
+
+
 def test_a_pool_from_before_the_recording_is_there_from_the_first_moment():
     timeline = Timeline(0.0)
     timeline.start({4096: 100, 8192: 50})

@@ -19,7 +19,7 @@ from lightning_5d.shown.tensor import ShownTensor, never_traced, untraced
 # Outside, a gradient is that of the whole, the same on all ranks, or each holds the part of its tokens. Inside, each rank's gradients of
 # weights are sums over its tokens, and the data axis averages them over the ranks of `cp` as it does over the batch's parts. So that
 # the average is the whole gradient, everything inside is multiplied by the number of ranks: at the exit, on the way back, and divided
-# again at the entry.
+# again at the entry. That holds for gradients of gradients, too: the way back from the entry is a way out, through which they come in.
 
 
 class SequenceShard(ShownTensor):
@@ -197,9 +197,9 @@ class _Show(torch.autograd.Function):
         placement: Placement = ctx.placement
         if isinstance(grad, SequenceShard):
             same = grad.cut_dim == placement.dim and grad.placement.matches(placement)
-            local = held(grad) if same else taken(grad.whole(), placement)
+            local = held(grad, ctx.factor) if same else taken(grad.whole(), placement, ctx.factor)
         else:
-            local = taken(grad, placement)
+            local = taken(grad, placement, ctx.factor)
         return local if ctx.factor == 1 else local * ctx.factor, None, None
 
 
@@ -213,7 +213,7 @@ class _Hold(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[SequenceShard, None]:
-        return show(grad if ctx.divisor == 1 else grad / ctx.divisor, ctx.placement), None
+        return show(grad if ctx.divisor == 1 else grad / ctx.divisor, ctx.placement, ctx.divisor), None
 
 
 class _Take(torch.autograd.Function):
@@ -226,7 +226,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        whole = show(grad, ctx.placement).whole()
+        whole = show(grad, ctx.placement, ctx.divisor).whole()
         return whole if ctx.divisor == 1 else whole / ctx.divisor, None, None
 
 
