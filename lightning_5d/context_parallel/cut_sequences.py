@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -41,6 +42,7 @@ class CutSequences(Parallelized):
         self._guards = FirstStep(module, self._redirect, lambda: self.doors.outside)
         self._is_split = mesh.size("pp") > 1
         self._stage = 0
+        self._told = False
         self._doors: Doors | None = None
 
     @override
@@ -72,6 +74,7 @@ class CutSequences(Parallelized):
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.doors.step(args, kwargs), self._guards.watching(self._kind()):
             output = step(*args, **kwargs)
+        self._tell_of_unused_keys()
         if self._plugin.whole_outputs and self._run_stage() != RunningStage.TRAINING:
             return with_whole_sequences(output)
         return output
@@ -105,6 +108,17 @@ class CutSequences(Parallelized):
             self._doors.close()
         self._attention.close()
         self._axis.close()
+
+    def _tell_of_unused_keys(self) -> None:
+        """Says once, after a first training step, which names of `keys` have met nothing: one may be misspelt."""
+        if self._told or self._is_split or self._run_stage() != RunningStage.TRAINING:
+            return
+        self._told = True
+        if unused := self.doors.unused_keys():
+            rank_zero_warn(
+                f"ContextParallel(keys=...): nothing in the first training step is called {' or '.join(map(repr, unused))}. Names are those of"
+                " entries of the batch, of arguments or outputs of modules, perhaps with what they are in, as 'inputs.frames'."
+            )
 
     def _kind(self) -> str:
         stage = self._run_stage()

@@ -175,6 +175,10 @@ class Doors:
         finally:
             self._lengths, self.inside, self._within = before
 
+    def unused_keys(self) -> list[str]:
+        """Names in `keys` that nothing was called so far."""
+        return self._keys.unused()
+
     def sequence(self, length: int) -> StepSequence:
         """The sequence of so many tokens; one object for each length."""
         if length not in self._sequences:

@@ -81,7 +81,7 @@ class FirstStep:
         calls = self._redirect.calls, self._redirect.whole_keys
         try:
             # Compiled code would have to be compiled anew once it is gone.
-            with nullcontext() if self._is_compiled() else _UserLevel(watch, self._outside):
+            with nullcontext() if self._is_compiled() else _UserLevel(self._module, watch, self._outside):
                 yield
         except StageBoundary:  # a stage of a pipeline has come to its end
             self._watched.add(kind)
@@ -114,11 +114,11 @@ class FirstStep:
 
 
 class _UserLevel(TorchFunctionMode):
-    """Looks for tensors of a rank's own tokens that have come out of a door by another way than its outputs."""
+    """Looks for what is of a rank's own tokens and has come out of a door by another way than its outputs: tensors, and gradients of weights."""
 
-    def __init__(self, watch: _Watch, outside: Callable[[], bool]) -> None:
+    def __init__(self, module: nn.Module, watch: _Watch, outside: Callable[[], bool]) -> None:
         super().__init__()
-        self._watch, self._outside = watch, outside
+        self._module, self._watch, self._outside = module, watch, outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -128,7 +128,19 @@ class _UserLevel(TorchFunctionMode):
             found = next((x for x in tree_leaves((args, kwargs)) if self._watch.escaped(x)), None)
             if found is not None and (line := calling_line()) is not None:
                 self._watch.refuse(found, f"{getattr(func, '__name__', func)}, {line}")
+            if func is torch.autograd.grad:
+                self._look_at_inputs(kwargs["inputs"] if "inputs" in kwargs else args[1])
         return func(*args, **kwargs)
+
+    def _look_at_inputs(self, inputs: Any) -> None:
+        wanted = set(map(id, tree_leaves(inputs)))
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) in wanted and any(name.startswith(f"{door}.") for door in self._watch.doors):
+                raise MisconfigurationException(
+                    f"torch.autograd.grad asks for the gradient of {name} in the step. On each rank of ContextParallel that is"
+                    " the gradient of its tokens; it is complete from on_before_optimizer_step on, in its `grad`. Ask for gradients of what the"
+                    " model returned, or take ContextParallel out of FiveD."
+                )
 
 
 class _Watch:

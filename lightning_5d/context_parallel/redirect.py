@@ -294,6 +294,12 @@ class Redirect(TorchFunctionMode):
         return self._random.draw(self._open, func, args, kwargs)
 
 
+# What is asked of a tensor that is passed on, by whoever watches the first step too.
+_ASKING = frozenset(
+    ["__get__", "__repr__", "dim", "detach", "numel", "size", "stride", "untyped_storage", "storage_offset", "is_floating_point"]
+)  # fmt: skip
+
+
 class Untold(Tensor):
     """Attention's weights, which no rank has: whoever uses them is told so."""
 
@@ -305,7 +311,7 @@ class Untold(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuses."""
-        if getattr(func, "__name__", "") in ("__get__", "__repr__", "dim", "detach"):
+        if getattr(func, "__name__", "") in _ASKING:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         raise NotImplementedError(
             "The weights of an attention over a sequence that no rank holds whole (need_weights=True of torch.nn.MultiheadAttention) are"

@@ -1,6 +1,7 @@
 """What hostile and clumsy steps do with whole sequences and with what is inside of doors: right as in one process, or refused."""
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -267,3 +268,52 @@ def test_attention_to_a_memory_alone_is_none_that_was_missed(ranks: RankPool) ->
     for found in ranks(2, _remembers, backend=None, timeout=60.0):
         assert found[0] == pytest.approx(loss, rel=1e-5)
         torch.testing.assert_close(found[1]["net.memory"], gradients["net.memory"], rtol=1e-4, atol=1e-6)
+
+
+class Unpacked(nn.Module):
+    """Attention of torch's own layer, whose weights nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        seen, _ = self.attention(x, x, x)
+        return self.head(x + seen)
+
+
+def _unpacked() -> Steps:
+    torch.manual_seed(0)
+    return Steps(lambda m, b: loss_of(m.net(b["input_ids"]), b), Unpacked())
+
+
+def _unpacks(rank: int) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = fit(_unpacked(), strategy=FiveD(ContextParallel(2, keys={"input_ids": 1, "inptu": 1})), devices=2)
+    return *found, [str(each.message) for each in caught if "keys=" in str(each.message)]
+
+
+def test_weights_of_attention_that_nobody_uses_are_no_fault_and_names_that_nothing_has_are_told(
+    ranks: RankPool,
+) -> None:
+    loss, gradients = fit(_unpacked(), devices=1)
+    for rank, found in enumerate(ranks(2, _unpacks, backend=None, timeout=60.0)):
+        assert found[0] == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(found[1]["net.head.weight"], gradients["net.head.weight"], rtol=1e-4, atol=1e-6)
+        assert len(found[2]) == (rank == 0)
+        assert rank or "called 'inptu'." in found[2][0]
+
+
+def _adaptive(m: Any, b: Batch) -> Tensor:
+    loss = loss_of(m.net(b["input_ids"]), b)
+    (gradient,) = torch.autograd.grad(loss, [m.net.head.weight], retain_graph=True)
+    return loss / gradient.norm()
+
+
+def test_gradients_of_weights_are_refused_in_the_step(ranks: RankPool) -> None:
+    modules = {"grad": partial(Steps, _adaptive)}
+    for said in ranks(2, partial(_refusals, modules=modules), backend=None, timeout=60.0):
+        assert_says(said["grad"], "torch.autograd.grad asks for the gradient of net.head.weight in the step")
