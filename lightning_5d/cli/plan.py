@@ -49,7 +49,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
             text, status = _shown(model, axes.plan, axes.tensor, axes.sequence_parallel)
         if axes.context is not None and not status:
             length = arguments.length or int(config.data.sequence_length)
-            text = "\n\n".join(filter(None, [text, _sequences(axes.context, length, model)]))
+            text = "\n\n".join(filter(None, [text, _sequences(axes.context, length, model, axes.tensor or 1)]))
     except (
         ValueError,
         TypeError,
@@ -127,11 +127,16 @@ def _settings(config: DictConfig, arguments: argparse.Namespace) -> _Axes:
     return _Axes(size, arguments.sequence_parallel or bool(getattr(tensor, "sequence_parallel", False)), plan, context)
 
 
-def _sequences(context: ContextParallel, length: int, model: nn.Module) -> str:
-    """What the context axis makes of sequences; what it sends where the heads are known."""
+def _sequences(context: ContextParallel, length: int, model: nn.Module, tensor: int) -> str:
+    """What the context axis makes of sequences; what it sends where the heads are known. Raises what is wrong with it."""
+    from lightning_5d.context_parallel.compatibility import module_problems
+    from lightning_5d.context_parallel.lengths import check_length
     from lightning_5d.context_parallel.report import AttentionShape, describe_context
     from lightning_5d.models import LanguageModel
+    from lightning_5d.parallelism import raise_problems
 
+    raise_problems(module_problems(model, context, tensor) if context.size > 1 else [])
+    check_length(context.cut(length), "A sequence", pad=context.pad)
     shape = None
     if isinstance(model, LanguageModel):
         config = model.decoder.config

@@ -44,8 +44,8 @@ _MIXER = re.compile(r"attention|attn|mixer|mamba|rwkv|ssm|retention|hyena|deltan
 _AT_USER_LEVEL = "The sequence is whole in training_step: do it there, with what the module returns, or take ContextParallel out of FiveD."
 _BY_ATTENTION = "Only torch.nn.functional.scaled_dot_product_attention sees all tokens; for a Hugging Face model set attn_implementation='sdpa'."
 _POSITIONS = (
-    "Let its forward take position_ids, which it then is given as positions in the whole sequence, or compute what depends on positions in"
-    " training_step."
+    "Let its forward take position_ids, which it then is given as positions in the whole sequence, and use them in place of what it counts itself, or"
+    " compute what depends on positions in training_step."
 )
 
 

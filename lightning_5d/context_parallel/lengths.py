@@ -232,6 +232,7 @@ def check_length(cut: SequenceCut, name: str, *, pad: bool) -> None:
     if length % multiple and not pad:
         below, above = length // multiple * multiple, cut.padded
         raise MisconfigurationException(
-            f"{name} has {length} tokens, and {cut.size} ranks{how} share a multiple of {multiple} evenly; ContextParallel(pad=False) does not pad."
+            f"{name} has {length} tokens, and only a multiple of {multiple} can be shared evenly by {cut.size} ranks{how}; ContextParallel(pad=False) does not"
+            " pad."
             f" {below} or {above} tokens would do, or pad=True."
         )
