@@ -18,25 +18,11 @@ from lightning_5d.models import Decoder, DecoderConfig
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.parity import SIZES, Dealt, Rows, compare, decoder, fit
 from tests.trainers import quiet
+from tests.traps.noted import Noted
 from tests.traps.replicas import TRAINER
 
 WIDTH = 8
 METHODS = pytest.mark.parametrize("method", ["ring", "ulysses", "all_gather"])
-
-
-class Noted(nn.Dropout):
-    """Dropout that writes its masks down."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__(p)
-        self.masks: list[tuple[bool, ...]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.p:
-            return x
-        mask = super().forward(torch.ones_like(x))
-        self.masks.append(tuple((mask != 0).flatten().tolist()))
-        return x * mask
 
 
 class Block(nn.Module):

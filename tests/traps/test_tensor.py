@@ -19,26 +19,12 @@ from lightning_5d.launch.failure import RankFailure
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.parity import Dealt, Rows, compare, decoder
 from tests.trainers import quiet
+from tests.traps.noted import Noted
 from tests.traps.replicas import TRAINER
 
 WIDTH = 8
 PLAN = {"embed": "vocabulary", "blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise", "head": "vocabulary"}
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
-
-
-class Noted(nn.Dropout):
-    """Dropout that writes its masks down."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__(p)
-        self.masks: list[tuple[bool, ...]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.p:
-            return x
-        mask = super().forward(torch.ones_like(x))
-        self.masks.append(tuple((mask != 0).flatten().tolist()))
-        return x * mask
 
 
 class MLP(nn.Module):
