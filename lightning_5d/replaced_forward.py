@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -35,3 +36,26 @@ class ReplacedForward:
         # Looked up late: FSDP2 gives the module another class after this object was made.
         found: Callable[..., Any] = self.previous or type(self.module).forward.__get__(self.module)
         return found
+
+
+class AroundForward(ReplacedForward):
+    """One that runs the original with something around it, and is copied together with its module."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the forward that this one stands for."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        # Not through a bound method: `torch.compile`, where it leaves a frame, takes that for the module's present forward.
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new.module = copy.deepcopy(self.module, memo)
+        new.previous = copy.deepcopy(self.previous, memo)
+        return new
+
+    def __copy__(self) -> Self:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new

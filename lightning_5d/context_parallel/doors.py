@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,7 +32,7 @@ from lightning_5d.context_parallel.leaving import Leaving
 from lightning_5d.context_parallel.lengths import BatchLengths, Keys, Path, batch_lengths, check_length, named_tensors
 from lightning_5d.context_parallel.shown import SequenceShard, is_shown
 from lightning_5d.context_parallel.step_sequence import StepSequence
-from lightning_5d.replaced_forward import ReplacedForward
+from lightning_5d.replaced_forward import AroundForward
 from lightning_5d.tensor_parallel.axis import TensorAxis
 
 # [Note: doors]
@@ -276,7 +275,7 @@ class _Call:
         self.inside, self.how = inside, how
 
 
-class _Door(ReplacedForward):
+class _Door(AroundForward):
     """A module's place as a door: the context around its forward, and what is known about it."""
 
     def __init__(self, name: str, module: nn.Module, doors: Doors) -> None:
@@ -308,13 +307,6 @@ class _Door(ReplacedForward):
             doors._left[id(self.module)] = call
         return output
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that this one stands for."""
-        if self.previous is not None:
-            return self.previous(*args, **kwargs)
-        # Not through a bound method: `torch.compile`, where it leaves a frame, takes that for the module's present forward.
-        return type(self.module).forward(self.module, *args, **kwargs)
-
     def leave(self, output: Any) -> Any:
         """After all other hooks."""
         call = None if self.doors is None else self.doors._left.pop(id(self.module), None)
@@ -331,16 +323,8 @@ class _Door(ReplacedForward):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copy of a module computes on whole tensors: it belongs to nobody's step.
-        new = copy.copy(self)
-        memo[id(self)] = new
+        new = super().__deepcopy__(memo)
         new.doors = None
-        new.module = copy.deepcopy(self.module, memo)
-        new.previous = copy.deepcopy(self.previous, memo)
-        return new
-
-    def __copy__(self) -> Self:
-        new = type(self).__new__(type(self))
-        new.__dict__.update(self.__dict__)
         return new
 
     def __getstate__(self) -> dict[str, Any]:

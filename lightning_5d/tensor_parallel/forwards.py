@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +11,13 @@ from torch import Tensor, nn
 
 from lightning_5d.pipeline_parallel.deferred_weights import DeferringForward, is_plain
 from lightning_5d.pipeline_parallel.weight_products import LinearProduct, TransposedProduct, product_of
-from lightning_5d.replaced_forward import ReplacedForward
+from lightning_5d.replaced_forward import AroundForward
 from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.regions import Linear
 from lightning_5d.tensor_parallel.sequence import SequenceCut
 
 
-class Forward(ReplacedForward):
+class Forward(AroundForward):
     """Runs a module on the tensor axis.
 
     A copy of the module belongs to the same axis. A pickle does not: it can be looked at, and not be run.
@@ -35,27 +34,8 @@ class Forward(ReplacedForward):
         self._axis: TensorAxis | None = axis
         module.__dict__["forward"] = self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = copy.copy(self)
-        memo[id(self)] = new
-        new.module = copy.deepcopy(self.module, memo)
-        new.previous = copy.deepcopy(self.previous, memo)
-        return new
-
-    def __copy__(self) -> Self:
-        new = type(self).__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        return new
-
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module, "previous": self.previous, "sequence": None, "_axis": None}
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls it."""
-        if self.previous is not None:
-            return self.previous(*args, **kwargs)
-        # Not through a bound method: `torch.compile`, where it leaves a frame, takes that for the module's present forward.
-        return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def axis(self) -> TensorAxis:
