@@ -15,19 +15,23 @@ from torch import nn
 
 from lightning_5d.absent import Absent
 
-_GUARDS = tuple(
-    str(Path(__file__).with_name(name))
-    for name in (
-        "running.py",
-        "weight_uses.py",
-        "head_sizes.py",
-        "sequence_mixing.py",
-        "first_step.py",
-        "feature_uses.py",
+_GUARDS = (
+    tuple(
+        str(Path(__file__).with_name(name))
+        for name in (
+            "running.py",
+            "weight_uses.py",
+            "head_sizes.py",
+            "sequence_mixing.py",
+            "first_step.py",
+            "feature_uses.py",
+        )
     )
-) + tuple(
-    str(Path(__file__).parents[1] / "context_parallel" / name)
-    for name in ("redirect.py", "first_step.py", "token_dims.py", "place.py", "doors.py")
+    + tuple(
+        str(Path(__file__).parents[1] / "context_parallel" / name)
+        for name in ("redirect.py", "first_step.py", "token_dims.py", "place.py", "doors.py")
+    )
+    + (str(Path(__file__).parents[1] / "replaced_forward.py"),)
 )
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
