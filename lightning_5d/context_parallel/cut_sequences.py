@@ -47,7 +47,7 @@ class CutSequences(Parallelized):
 
     @override
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
-        # Last of all, so that doors are the first to see arguments and the last to see outputs.
+        # Once other axes have put their hooks on modules, so that those see a rank's tokens; only a pipeline's come later, and see whole sequences.
         self._doors = Doors(
             self._module,
             self._axis,

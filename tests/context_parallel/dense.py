@@ -2,16 +2,33 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_5d.context_parallel.attention import ContextAttention
 from lightning_5d.context_parallel.cut import SequenceCut
 from lightning_5d.context_parallel.masks import AttentionMask
+from lightning_5d.context_parallel.transports import Collectives
 
+SIZES = [(2, "shared memory"), (4, "shared memory"), (2, "sends"), (4, "sends"), (2, "collectives")]
+"""Ranks, and how they exchange what they need of each other."""
 MASKS = ["full", "causal", "window", "window of both sides", "keys", "causal keys", "documents", "everything"]
+
+
+def opened(method: ModuleType, attention: Any, kind: str) -> Any:
+    """An attention over all ranks that exchanges in one of the ways of `SIZES`; `method` is the module that it opens its transport in."""
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    if kind != "collectives":
+        return attention(group, cpu, shared_memory=kind == "shared memory")
+    # As on a device, whose collectives gloo has as well.
+    with mock.patch.object(method, "open_transport", return_value=Collectives(group, cpu)):
+        return attention(group, cpu)
 
 
 @dataclass(frozen=True)

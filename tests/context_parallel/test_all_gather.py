@@ -1,6 +1,6 @@
 """Attention over gathered keys and values equals that of one process."""
 
-from unittest import mock
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +9,7 @@ import torch.distributed as dist
 from lightning_5d.context_parallel import all_gather
 from lightning_5d.context_parallel.all_gather import AllGatherAttention
 from lightning_5d.context_parallel.cut import Balance, SequenceCut
-from lightning_5d.context_parallel.transports import Collectives
-from tests.context_parallel.dense import MASKS, Case, differences, of_a_rank, of_one_process
+from tests.context_parallel.dense import MASKS, SIZES, Case, differences, of_a_rank, of_one_process, opened
 from tests.ranks.pool import RankPool
 
 CASES = [
@@ -23,16 +22,7 @@ CASES = [
 BALANCES: tuple[Balance, ...] = ("zigzag", "contiguous")
 
 
-SIZES = [(2, "shared memory"), (4, "shared memory"), (2, "sends"), (4, "sends"), (2, "collectives")]
-
-
-def _open(kind: str) -> AllGatherAttention:
-    group, cpu = dist.group.WORLD, torch.device("cpu")
-    if kind != "collectives":
-        return AllGatherAttention(group, cpu, shared_memory=kind == "shared memory")
-    # As on a device, whose collectives gloo has as well.
-    with mock.patch.object(all_gather, "open_transport", return_value=Collectives(group, cpu)):
-        return AllGatherAttention(group, cpu)
+_open = partial(opened, all_gather, AllGatherAttention)
 
 
 def _errors(rank: int, kind: str) -> list[tuple[str, float]]:

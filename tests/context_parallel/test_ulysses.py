@@ -1,6 +1,6 @@
 """Ulysses equals attention of one process, whatever the mask, the heads and the order of tokens."""
 
-from unittest import mock
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +10,8 @@ from lightning_5d.context_parallel import ulysses
 from lightning_5d.context_parallel.cut import Balance, SequenceCut
 from lightning_5d.context_parallel.heads import heads_problem
 from lightning_5d.context_parallel.masks import AttentionMask
-from lightning_5d.context_parallel.transports import Collectives
 from lightning_5d.context_parallel.ulysses import UlyssesAttention
-from tests.context_parallel.dense import MASKS, Case, differences, of_a_rank, of_one_process
+from tests.context_parallel.dense import MASKS, SIZES, Case, differences, of_a_rank, of_one_process, opened
 from tests.ranks.pool import RankPool
 
 CASES = [
@@ -26,16 +25,9 @@ CASES = [
 
 
 CUTS: list[tuple[Balance, int]] = [("zigzag", 1), ("contiguous", 1), ("zigzag", 0)]
-SIZES = [(2, "shared memory"), (4, "shared memory"), (2, "sends"), (4, "sends"), (2, "collectives")]
 
 
-def _open(kind: str) -> UlyssesAttention:
-    group, cpu = dist.group.WORLD, torch.device("cpu")
-    if kind != "collectives":
-        return UlyssesAttention(group, cpu, shared_memory=kind == "shared memory")
-    # As on a device, whose collectives gloo has as well.
-    with mock.patch.object(ulysses, "open_transport", return_value=Collectives(group, cpu)):
-        return UlyssesAttention(group, cpu)
+_open = partial(opened, ulysses, UlyssesAttention)
 
 
 def _errors(rank: int, kind: str) -> list[tuple[str, float]]:
