@@ -92,6 +92,38 @@ def resolve_sizes(world_size: int, plugins: Sequence[Parallelism]) -> tuple[dict
 
 
 @dataclass(frozen=True)
+class ExpertView:
+    """The ranks of a place of the pipeline arranged for experts, which live on other ranks than the weights around them.
+
+    Neighbours in rank, over ``dp_shard x cp x tp`` as one, hold different experts. Those that are left have the same ones, and other tokens.
+
+    Attributes:
+        size: Ranks that hold different experts.
+        tensor: Ranks that hold parts of the same experts: 1, or all of ``tp``, which are then not among the others.
+        device_mesh: The world over ``pp``, ``dp_replicate`` and ``etp``, as far as they are larger than one, and always ``edp`` and ``ep``; outermost
+            to innermost ``pp, dp_replicate, edp, ep, etp``. A root of its own.
+        shard_mesh: The ranks with the same part of the same experts, as ZeRO takes them: ``edp``, or ``dp_replicate`` and ``edp``.
+        data_size: Ranks with other tokens: what sums of gradients over all of them are divided by, though `shard_mesh` has fewer ranks.
+    """
+
+    size: int
+    tensor: int
+    device_mesh: DeviceMesh
+    shard_mesh: DeviceMesh
+    data_size: int
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among those that hold different experts."""
+        return int(self.device_mesh.get_local_rank("ep"))
+
+    def covers(self, mesh: DeviceMesh) -> bool:
+        """Whether a mesh is a part of this arrangement."""
+        # Private; checked with torch 2.13.
+        return mesh._get_root_mesh() is self.device_mesh
+
+
+@dataclass(frozen=True)
 class ParallelMesh:
     """The ranks of a run arranged by axis.
 
@@ -204,6 +236,44 @@ class ParallelMesh:
         # Put together, not sliced: torch (checked with 2.13) will not slice a flattened axis for long. The root stays the same, which
         # lets weights be spread over these axes and the tensor axis.
         return DeviceMesh._concatenate(parts)
+
+    def expert_view(self, size: int, tensor: int = 1) -> ExpertView:
+        """The ranks arranged for experts; all ranks ask for it together the first time.
+
+        Args:
+            size: Ranks that hold different experts; divides the ranks of ``dp_shard``, ``cp`` and (unless `tensor` takes it) ``tp`` together.
+            tensor: Ranks that hold parts of the same experts: 1, or the size of ``tp``.
+
+        Raises:
+            ValueError: If these sizes do not fit.
+        """
+        if (size, tensor) not in self.expert_views:
+            self.expert_views[size, tensor] = self._arranged(size, tensor)
+        return self.expert_views[size, tensor]
+
+    def _arranged(self, size: int, tensor: int) -> ExpertView:
+        ranks = self.size("dp_shard", "cp", "tp") // tensor
+        if tensor not in (1, self.size("tp")) or ranks % size:
+            raise ValueError(
+                f"{ranks} ranks cannot be arranged as {size} for experts, with {tensor} for parts of each."
+            )
+        sizes = {
+            "pp": self.size("pp"),
+            "dp_replicate": self.size("dp_replicate"),
+            "edp": ranks // size,
+            "ep": size,
+            "etp": tensor,
+        }
+        names = tuple(name for name, count in sizes.items() if count > 1 or name in ("edp", "ep"))
+        kind = self.device_mesh.device_type
+        mesh = init_device_mesh(kind, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        shard = mesh["dp_replicate", "edp"] if "dp_replicate" in names else mesh["edp"]
+        return ExpertView(size, tensor, mesh, shard, self.size(*GRADIENT_AXES))
+
+    @cached_property
+    def expert_views(self) -> dict[tuple[int, int], ExpertView]:
+        """The arrangements for experts that have been asked for, by size and parts."""
+        return {}
 
     @cached_property
     def replica_group(self) -> dist.ProcessGroup | None:

@@ -1,0 +1,36 @@
+"""Which tokens a rank counts where several see the same ones, and sums over the ranks that see others."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+Scope = Literal["microbatch", "global"]
+"""Whose tokens a balance loss is about: those of one microbatch of one data rank, or of all data ranks together."""
+
+
+class Counted:
+    """One process: it counts every row that a router sees. Axes put others in its place, see `MoE.counted`.
+
+    [Note: rows of a router]
+    A router sees rows of a microbatch. Along a data axis other ranks have other microbatches. Along the context axis ranks have other tokens
+    of the same one, perhaps with padding. Along the tensor axis they have the same rows, or with sequence parallelism other tokens. Sums here
+    take each token once. What is summed with gradients is a loss that all ranks of the microbatch then have alike.
+    """
+
+    def real(self, rows: int) -> Tensor | None:
+        """Which of so many rows are tokens and not padding, as booleans (N,); ``None`` where all are."""
+        return None
+
+    def sum(self, x: Tensor, scope: Scope) -> Tensor:
+        """The sum of a tensor over the ranks of that scope, each token's rank once; without gradients."""
+        return x
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over data ranks of what is the same on all ranks of a microbatch; without gradients."""
+        return x
+
+    def sum_of_microbatch(self, x: Tensor) -> Tensor:
+        """The sum over the ranks that have parts of one microbatch, with gradients: each rank gets those of its own part."""
+        return x

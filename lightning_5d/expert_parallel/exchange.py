@@ -1,0 +1,79 @@
+"""What the ranks that hold different experts send each other: numbers of tokens, tokens, and what has become of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_5d.data_parallel.traffic import Traffic
+from lightning_5d.tensor_parallel.axis import Arriving
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How many rows go where, and come from where. R ranks, each with M experts of its own, in the order of the ranks.
+
+    Attributes:
+        sent_RM: Rows of this rank for expert m of rank r; on the CPU.
+        received_RM: Rows of rank r for expert m of this rank; on the CPU.
+    """
+
+    sent_RM: Tensor
+    received_RM: Tensor
+
+    @property
+    def received_M(self) -> Tensor:
+        """Rows for each expert of this rank."""
+        return self.received_RM.sum(0)
+
+
+# [Note: two orders of rows]
+# At home rows lie by expert, over all experts, as they were sorted: so they lie by rank, too. Where experts are they lie by expert of that
+# rank, and for each expert by the rank they have come from: as a grouped product wants them. `start_dispatch` takes the first and gives the second,
+# `start_return` the reverse. Each is the transpose of the other, so each is the other's backward.
+class TokenExchange(ABC):
+    """The exchanges between the ranks that hold different experts; every rank calls them in the same order, with any number of rows.
+
+    Inputs are never written to. The ``start_…`` methods return at once, the input must stay as it is until `Arriving.wait`, and
+    something else (another batch, shared experts) may be computed in between.
+
+    Attributes:
+        rank: This rank's place.
+        size: Ranks.
+        traffic: What was sent, this rank's own rows included, as ``"all_to_all"``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        self.traffic = Traffic()
+
+    @abstractmethod
+    def routes(self, counts_E: Tensor) -> Routes:
+        """Tells the others how many rows go to each expert.
+
+        Args:
+            counts_E: This rank's rows for each of all experts, integers.
+        """
+
+    @abstractmethod
+    def start_dispatch(self, rows_SD: Tensor, routes: Routes) -> Arriving:
+        """Starts to send rows, sorted by expert, to where the experts are; what arrives is (received, D), by own expert, then by rank."""
+
+    @abstractmethod
+    def start_return(self, rows_SD: Tensor, routes: Routes) -> Arriving:
+        """Starts to send rows, as `start_dispatch` gave them, back to where they came from; what arrives is sorted by expert."""
+
+    def memory(self) -> list[Tensor]:
+        """The memory that this rank keeps for reuse, whole."""
+        return []
+
+    def mapped(self) -> list[Tensor]:
+        """The memory of other ranks that this one reads in place, whole."""
+        return []
+
+    def close(self) -> None:  # noqa: B027 - some hold nothing
+        """Gives back what the exchange holds."""
