@@ -43,7 +43,9 @@ def module_problems(module: nn.Module, found: Sequence[FoundExperts], plugin: Ex
 
 def _part_problems(each: FoundExperts, parts: int) -> list[Problem]:
     if not each.tensor_dims:
-        what = f"ExpertParallel(tensor={parts}): the experts of {each.name} ({type(each.module).__name__}) cannot be cut."
+        what = (
+            f"ExpertParallel(tensor={parts}): the experts of {each.name} ({type(each.module).__name__}) cannot be cut."
+        )
         return [Problem(what, "Use tensor=1: whole experts on all ranks.")]
     problems = []
     for key, dim in each.tensor_dims.items():

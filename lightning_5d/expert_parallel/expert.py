@@ -55,7 +55,9 @@ class ExpertParallel(Parallelism):
             if not _is_count(value)
         ]
         factor = self.capacity_factor
-        if factor is not None and (isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf):
+        if factor is not None and (
+            isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf
+        ):
             what = f"ExpertParallel(capacity_factor={factor!r}) is not a number above 0."
             problems.append(Problem(what, "1.25 leaves a quarter of room; None takes all tokens."))
         if self.drop not in DROPS:
@@ -90,7 +92,11 @@ class ExpertParallel(Parallelism):
         problems = []
         if self.tensor not in (1, sizes["tp"]):
             what = f"ExpertParallel(tensor={self.tensor}): parts of an expert are on the ranks of the tensor axis, which has {sizes['tp']}."
-            fix = f"Use tensor=1 or tensor={sizes['tp']}." if sizes["tp"] > 1 else f"Use tensor=1, or add TensorParallel({self.tensor})."
+            fix = (
+                f"Use tensor=1 or tensor={sizes['tp']}."
+                if sizes["tp"] > 1
+                else f"Use tensor=1, or add TensorParallel({self.tensor})."
+            )
             problems.append(Problem(what, fix))
         if self.tensor > 1:
             sizes["tp"] = 1
@@ -100,7 +106,12 @@ class ExpertParallel(Parallelism):
         written = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1 or axis == "dp_shard")
         if ranks == 1:
             what = f"ExpertParallel({self.size}): experts live on ranks with different tokens, and there is one such rank ({written})."
-            problems.append(Problem(what, f"Use {self.size} times as many devices, of which ZeRO(size={self.size}) are data ranks, or leave it out."))
+            problems.append(
+                Problem(
+                    what,
+                    f"Use {self.size} times as many devices, of which ZeRO(size={self.size}) are data ranks, or leave it out.",
+                )
+            )
             return problems
         counts = sorted({each.count for each in found or ()})
         works = [n for n in range(1, ranks + 1) if ranks % n == 0 and all(count % n == 0 for count in counts)]

@@ -31,7 +31,9 @@ class SpreadExperts(Parallelized):
         layers: The experts of the whole module, also those of other stages.
     """
 
-    def __init__(self, module: nn.Module, plugin: ExpertParallel, mesh: ParallelMesh, layers: Sequence[FoundExperts]) -> None:
+    def __init__(
+        self, module: nn.Module, plugin: ExpertParallel, mesh: ParallelMesh, layers: Sequence[FoundExperts]
+    ) -> None:
         self._module, self._plugin, self._mesh, self._layers = module, plugin, mesh, layers
         self._here = found_experts(module)
         self._exchange: TokenExchange | None = None
