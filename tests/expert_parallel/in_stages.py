@@ -60,7 +60,9 @@ def compare_settings(
         mine = [each[name] for each in found]
         worst[name] = apart(mine, expected, 1e-6)
         worst[name]["buffers"] = max(
-            float((value - expected["buffers"][key]).abs().max()) for each in mine for key, value in each["buffers"].items()
+            float((value - expected["buffers"][key]).abs().max())
+            for each in mine
+            for key, value in each["buffers"].items()
         )
         worst[name]["metrics"] = max(
             abs(each["metrics"][key] / value - 1) for each in mine for key, value in expected["metrics"].items()

@@ -21,7 +21,9 @@ def _pipeline(name: str, **options: Any) -> PipelineParallel:
 
 
 def test_every_schedule_carries_balance_losses_and_gradients_of_routers(ranks: RankPool) -> None:
-    strategies = {name: partial(FiveD, _pipeline(name), Sending(), ZeRO(stage=1)) for name in SCHEDULES if "dualpipe" not in name}
+    strategies = {
+        name: partial(FiveD, _pipeline(name), Sending(), ZeRO(stage=1)) for name in SCHEDULES if "dualpipe" not in name
+    }
     compare_settings(ranks, 4, partial(Model, running=True), strategies, microbatches=MICROBATCHES)
 
 
