@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from fractions import Fraction
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from lightning_5d.expert_parallel.exchange import TokenExchange
+from lightning_5d.expert_parallel.exchange import Routes, TokenExchange
+from lightning_5d.expert_parallel.permutation import Permutation, gather_rows, sort_choices, weighted_sum
+from lightning_5d.tensor_parallel.axis import Arriving
 
 Drop = Literal["probability", "position"]
 """Which tokens an expert over its capacity leaves out: those with the smallest weights, or the last ones."""
@@ -27,9 +32,31 @@ class Capacity:
     drop: Drop = "probability"
 
 
+def limit_of(tokens: int, top_k: int, experts: int, factor: float) -> int:
+    """How many tokens of a microbatch an expert takes."""
+    # The decimal that a person wrote: 1.1 * 100 is 110, and not a little more.
+    return math.ceil(Fraction(repr(factor)) * tokens * top_k / experts)
+
+
 def kept_by_capacity(index_NK: Tensor, weights_NK: Tensor, experts: int, capacity: Capacity) -> Tensor:
-    """Which choices are kept, as booleans (N, K), of all tokens of a microbatch."""
-    raise NotImplementedError
+    """Which choices are kept, as booleans (N, K), of all tokens of a microbatch.
+
+    Of choices with equal weights the earlier token's comes first, so that the decision is the same wherever it is made.
+    """
+    tokens, top_k = index_NK.shape
+    limit = limit_of(tokens, top_k, experts, capacity.factor)
+    index = index_NK.reshape(-1)
+    if capacity.drop == "probability":
+        by_weight = weights_NK.detach().reshape(-1).argsort(descending=True, stable=True)
+        order = by_weight[index[by_weight].argsort(stable=True)]
+    else:
+        order = index.argsort(stable=True)
+    counts = torch.bincount(index, minlength=experts)
+    starts = counts.cumsum(0) - counts
+    queue = torch.arange(len(index), device=index.device) - starts[index[order]]
+    kept = torch.empty_like(index, dtype=torch.bool)
+    kept[order] = queue < limit
+    return kept.view(tokens, top_k)
 
 
 def through_experts(
@@ -43,8 +70,8 @@ def through_experts(
 ) -> Tensor:
     """The weighted sum of what each token's experts make of it, as (N, D).
 
-    All ranks of `exchange` call it together, with any number of tokens, none included, and with any choice of experts. Gradients reach `hidden_ND`,
-    `weights_NK` and what `compute` uses, which takes part also where no row arrives.
+    All ranks of `exchange` call it together, with any number of tokens, none included, and with any choice of experts. Gradients reach
+    `hidden_ND`, `weights_NK` and what `compute` uses, which takes part also where no row arrives.
 
     Args:
         hidden_ND: The tokens.
@@ -55,4 +82,139 @@ def through_experts(
         exchange: The ranks that hold the experts, E / M of them in order; ``None`` if this one holds all.
         kept_NK: Choices that are not left out.
     """
-    raise NotImplementedError
+    way = Way.prepare(index_NK, experts, exchange, kept_NK)
+    way.start_dispatch(hidden_ND)
+    way.start_return(compute(way.arrived(), way.counts_M))
+    return way.finish(weights_NK)
+
+
+class Way:
+    """The way of one batch of tokens to their experts and back, step by step: `through_experts` takes it in one go.
+
+    ```python
+    way = Way.prepare(index_NK, experts, exchange)
+    way.start_dispatch(hidden_ND)
+    ...  # something else
+    out_SD = compute(way.arrived(), way.counts_M)
+    way.start_return(out_SD)
+    ...  # something else
+    out_ND = way.finish(weights_NK)
+    ```
+
+    Ranks take the steps of all ways that are under way in one order.
+
+    Args:
+        permutation: Which row is which choice.
+        exchange: The ranks.
+        routes: Where rows go.
+    """
+
+    def __init__(self, permutation: Permutation, exchange: TokenExchange | None, routes: Routes | None) -> None:
+        self.permutation, self.exchange, self.routes = permutation, exchange, routes
+        self.counts_M = permutation.counts_E if routes is None else routes.received_M
+        self._under_way: tuple[Tensor, _Crossing] | Tensor | None = None
+        self._like: torch.dtype | None = None
+
+    @classmethod
+    def prepare(
+        cls, index_NK: Tensor, experts: int, exchange: TokenExchange | None = None, kept_NK: Tensor | None = None
+    ) -> Way:
+        """Sorts the choices, and tells the other ranks how many rows will come.
+
+        Args:
+            index_NK: The experts of each token.
+            experts: How many there are.
+            exchange: The ranks that hold them.
+            kept_NK: Choices that are not left out.
+        """
+        permutation = sort_choices(index_NK, experts, kept_NK)
+        return cls(permutation, exchange, None if exchange is None else exchange.routes(permutation.counts_E))
+
+    def start_dispatch(self, hidden_ND: Tensor) -> None:
+        """Starts to send the tokens to their experts."""
+        self._like = hidden_ND.dtype
+        empty = None if self.exchange is None else self.exchange.empty
+        self._start(gather_rows(hidden_ND, self.permutation, empty), back=False)
+
+    def arrived(self) -> Tensor:
+        """The rows for this rank's experts, (S, D), by expert."""
+        return self._wait()
+
+    def start_return(self, out_SD: Tensor) -> None:
+        """Starts to send back what has become of those rows."""
+        self._start(out_SD, back=True)
+
+    def finish(self, weights_NK: Tensor) -> Tensor:
+        """The weighted sums, (N, D), in the dtype of the tokens."""
+        rows = self._wait()
+        empty = None if self.exchange is None else self.exchange.empty
+        return weighted_sum(rows, weights_NK, self.permutation, self._like or rows.dtype, empty)
+
+    def _start(self, rows: Tensor, back: bool) -> None:
+        if self.exchange is None or self.routes is None:
+            self._under_way = rows
+            return
+        crossing = _Crossing(self.exchange, self.routes)
+        ticket: Tensor = _Start.apply(rows, crossing, back)  # type: ignore[no-untyped-call]
+        self._under_way = ticket, crossing
+
+    def _wait(self) -> Tensor:
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            raise RuntimeError("Nothing is under way.")
+        if isinstance(under_way, Tensor):
+            return under_way
+        out: Tensor = _Wait.apply(*under_way)  # type: ignore[no-untyped-call]
+        return out
+
+
+# [Note: two nodes of a crossing]
+# Rows set out in one node of the graph and arrive in another, so that something else may be computed in between; backward, gradients set out in
+# the second and arrive in the first, and what was computed in between has its backward in between. The engine takes nodes that are
+# ready in the reverse order of their making, whatever the router chose, so ranks meet. What goes from node to node is a ticket without elements,
+# which stands for the rows, and the `_Crossing` beside it.
+class _Crossing:
+    """Rows, or gradients of rows, between their start and their arrival."""
+
+    def __init__(self, exchange: TokenExchange, routes: Routes) -> None:
+        self.exchange, self.routes = exchange, routes
+        self.arriving: Arriving | None = None
+        self.back = False
+
+    def start(self, rows: Tensor, back: bool) -> None:
+        exchange = self.exchange
+        self.arriving = (exchange.start_return if back else exchange.start_dispatch)(rows, self.routes)
+
+    def wait(self) -> Tensor:
+        arriving, self.arriving = self.arriving, None
+        if arriving is None:
+            raise RuntimeError("No rows are under way: a backward of experts was run in parts, or has failed before.")
+        return arriving.wait()
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, crossing: _Crossing, back: bool) -> Tensor:
+        crossing.back = back
+        crossing.start(rows, back)
+        ctx.crossing = crossing
+        return rows.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.crossing.wait(), None, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, crossing: _Crossing) -> Tensor:
+        # A recomputation ends when it has everything that was saved; so it never ends with rows under way.
+        ctx.save_for_backward(ticket)
+        ctx.crossing = crossing
+        return crossing.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        crossing: _Crossing = ctx.crossing
+        crossing.start(grad, not crossing.back)
+        return grad.new_empty(0), None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.tensor_parallel.axis import Arriving
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,16 @@ class Routes:
 
     sent_RM: Tensor
     received_RM: Tensor
+
+    @property
+    def sent(self) -> int:
+        """Rows that this rank sends, to itself too."""
+        return int(self.sent_RM.sum())
+
+    @property
+    def received(self) -> int:
+        """Rows that come to this rank."""
+        return int(self.received_RM.sum())
 
     @property
     def received_M(self) -> Tensor:
@@ -67,6 +81,17 @@ class TokenExchange(ABC):
     def start_return(self, rows_SD: Tensor, routes: Routes) -> Arriving:
         """Starts to send rows, as `start_dispatch` gave them, back to where they came from; what arrives is sorted by expert."""
 
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Uninitialised contiguous memory, from which the ``start_…`` methods may send without a copy.
+
+        After it has been sent it must not be written to again: others may still read it.
+
+        Args:
+            shape: Its shape.
+            like: A tensor of its dtype and device.
+        """
+        return like.new_empty(tuple(shape))
+
     def memory(self) -> list[Tensor]:
         """The memory that this rank keeps for reuse, whole."""
         return []
@@ -77,3 +102,34 @@ class TokenExchange(ABC):
 
     def close(self) -> None:  # noqa: B027 - some hold nothing
         """Gives back what the exchange holds."""
+
+
+def by_rank(counts_E: Tensor, ranks: int) -> Tensor:
+    """Numbers of rows for all experts as (R, M), on the CPU.
+
+    Raises:
+        ValueError: If the ranks do not divide the experts.
+    """
+    if len(counts_E) % ranks:
+        raise ValueError(f"{ranks} ranks do not divide {len(counts_E)} experts.")
+    return counts_E.to("cpu", torch.int64).view(ranks, -1)
+
+
+def open_exchange(
+    group: dist.ProcessGroup, device: torch.device = _CPU, *, shared_memory: bool = True
+) -> TokenExchange:
+    """The fastest way the ranks of a group can send each other rows; all of them call it.
+
+    Args:
+        group: The ranks.
+        device: Where their tensors are.
+        shared_memory: CPU ranks of one host read straight from each other's memory.
+    """
+    if device.type == "cpu" and shared_memory and group.size() > 1:
+        from lightning_5d.expert_parallel.host_exchange import HostTokenExchange
+
+        if (exchange := HostTokenExchange.connect(group)) is not None:
+            return exchange
+    from lightning_5d.expert_parallel.collective_exchange import CollectiveTokenExchange
+
+    return CollectiveTokenExchange(group, device)
