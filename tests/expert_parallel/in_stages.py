@@ -7,9 +7,8 @@ from typing import Any
 import lightning as L
 import torch
 
-from tests.pipeline_parallel.recorded import Record
 from tests.ranks.pool import RankPool
-from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, WholeRecord, apart, whole
+from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, WholeRecord, apart
 from tests.trainers import quiet
 
 ROWS, BATCH = 32, 16

@@ -3,9 +3,6 @@
 from functools import partial
 from typing import Any
 
-import pytest
-import torch
-
 from lightning_5d import FiveD, PipelineParallel, ZeRO
 from lightning_5d.pipeline_parallel import SCHEDULES
 from tests.expert_parallel.by_hand import Model, Sending
