@@ -181,6 +181,17 @@ class ParallelMesh:
         """The same as `group`, and where the axis has size one a group of this rank alone."""
         return self.group(axis) if axis in self.names else self._alone
 
+    def across(self, *axes: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one along these axes alone, in mesh order; all ranks ask for it together the first time.
+
+        Raises:
+            ValueError: If they have size one together: there is no such group.
+        """
+        present = tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)
+        if len(present) < 2:
+            return self.group(present[0] if present else axes[0])
+        return self.device_mesh[present]._flatten("_".join(present)).get_group()
+
     def submesh(self, *axes: str) -> DeviceMesh:
         """The mesh of those of `axes` that are larger than one, or of ``dp_shard`` where none is."""
         names = tuple(axis for axis in axes if axis in self.names and self.sizes[axis] > 1) or ("dp_shard",)
