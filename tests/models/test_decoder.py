@@ -157,6 +157,6 @@ def test_wrong_sizes_are_all_named_with_what_would_work():
 
 
 def test_an_unknown_preset_names_those_there_are():
-    with pytest.raises(ValueError, match=r"'huge'.*demo, medium, small, tiny"):
+    with pytest.raises(ValueError, match=r"'huge'.*demo, medium, moe_tiny, small, tiny"):
         DecoderConfig.preset("huge")
     assert all(DecoderConfig.preset(name) for name in PRESETS)
