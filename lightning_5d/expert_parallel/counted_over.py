@@ -28,11 +28,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_5d.expert_parallel.counted import Counted, Scope
-from lightning_5d.expert_parallel.row_ranks import RowRanks
+from lightning_5d.expert_parallel.row_ranks import Differing, RowRanks
 
 
 class CountedOver(Counted):
-    """Counts the rows of all ranks of a microbatch, or of a step, each token once, and no padding.
+    """Counts the rows of all ranks of a microbatch, or of a step, each token once, and no padding. One for each router.
+
+    Which ranks have different rows is looked at when a router asks which of its rows are `real`. Sums may come later: a load that forwards have
+    counted is added up by the optimizer, outside of all doors and blocks.
 
     Args:
         ranks: The ranks.
@@ -40,14 +43,21 @@ class CountedOver(Counted):
 
     def __init__(self, ranks: RowRanks) -> None:
         self.ranks = ranks
+        self._differing: Differing | None = None
+
+    @property
+    def differing(self) -> Differing:
+        """Which ranks had different rows when the router ran last."""
+        return self.ranks.differing if self._differing is None else self._differing
 
     @override
     def real(self, rows: int) -> Tensor | None:
+        self._differing = self.ranks.differing
         return self.ranks.real(rows)
 
     @override
     def sum(self, x: Tensor, scope: Scope) -> Tensor:
-        return self.ranks.sum(x, scope)
+        return self.ranks.sum(x, scope, self.differing)
 
     @override
     def mean(self, x: Tensor) -> Tensor:
@@ -56,8 +66,8 @@ class CountedOver(Counted):
     @override
     def sum_of_microbatch(self, x: Tensor) -> Tensor:
         if not (x.requires_grad and torch.is_grad_enabled()):
-            return self.ranks.sum(x, "microbatch")
-        return cast(Tensor, _Sum.apply(x, self.ranks))  # type: ignore[no-untyped-call]
+            return self.sum(x, "microbatch")
+        return cast(Tensor, _Sum.apply(x, self))  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Counted:
         # A copy of a module computes by itself, as its forwards do.
@@ -72,10 +82,9 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, ranks: RowRanks) -> Tensor:
-        ctx.factor = ranks.context_ranks
-        total = ranks.sum(x, "microbatch")
-        return total.clone() if total.data_ptr() == x.data_ptr() else total
+    def forward(ctx: Any, x: Tensor, counted: CountedOver) -> Tensor:
+        ctx.factor = counted.ranks.context_ranks if counted.differing.context else 1
+        return counted.sum(x, "microbatch").view_as(x)
 
     @staticmethod
     @override

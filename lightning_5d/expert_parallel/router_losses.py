@@ -143,10 +143,7 @@ class _Balanced(AroundForward):
     def remove(self) -> None:
         """Gives the model its own forward back, unless somebody else has put one around this one."""
         self._counted = None
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
-            if self.previous is not None:
-                self.module.__dict__["forward"] = self.previous
+        self.take_off()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copy of the model belongs to nobody's step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,19 @@ _MOST_MASKS = 64
 # the blocks, ranks of the tensor axis have the same rows. That a layer is inside of a region is refused (`rows.region_problems`).
 # Inside a door of the context axis rows are of this rank's tokens; a model that is no door, as it gets no sequence, has the same rows on all.
 # Both are asked anew in every call: a door is open or not, a block runs or does not, also when backward runs it again.
+
+
+@dataclass(frozen=True)
+class Differing:
+    """Along which axes the ranks of a microbatch have different rows.
+
+    Attributes:
+        context: Each rank of the context axis has its tokens.
+        tensor: Each rank of the tensor axis has its piece of the sequence.
+    """
+
+    context: bool = False
+    tensor: bool = False
 
 
 class RowRanks:
@@ -86,9 +100,22 @@ class RowRanks:
         return None if inside is None or inside.paused else inside
 
     @property
+    def differing(self) -> Differing:
+        """Which ranks have different rows now."""
+        return Differing(self.door is not None and self._mesh.size("cp") > 1, self.is_cut)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether of the ranks that have the same rows now this is the one that counts them."""
+        differing = self.differing
+        return not (
+            (self._mesh.rank("cp") and not differing.context) or (self._mesh.rank("tp") and not differing.tensor)
+        )
+
+    @property
     def context_ranks(self) -> int:
-        """Ranks of the context axis that have different tokens now."""
-        return 1 if self.door is None else self._mesh.size("cp")
+        """Ranks of the context axis."""
+        return self._mesh.size("cp")
 
     @property
     def rows(self) -> MicrobatchRows | None:
@@ -115,19 +142,20 @@ class RowRanks:
         return self._padding[key]
 
     @torch.no_grad()
-    def sum(self, x: Tensor, scope: Scope) -> Tensor:
+    def sum(self, x: Tensor, scope: Scope, differing: Differing | None = None) -> Tensor:
         """The sum over the ranks of that scope, with each token once; the same bits on all of them.
 
         Args:
             x: This rank's summand; of ranks that have the same rows the same one.
             scope: Whose tokens.
+            differing: Which ranks had different rows when `x` was made; those of now by default.
         """
+        differing = differing or self.differing
         data = self._data if scope == "global" and self._together else None
-        if not self._differ:
+        if not (differing.context or differing.tensor):
             return x.detach() if data is None else self._summed(data, x)
-        if data is None:
-            return x.detach() if self._microbatch is None else self._summed(self._microbatch, self._once(x))
-        return self._summed(self._all or data, self._once(x))
+        axis = self._microbatch if data is None else self._all or data
+        return x.detach() if axis is None else self._summed(axis, self._once(x, differing))
 
     @torch.no_grad()
     def mean(self, x: Tensor) -> Tensor:
@@ -195,15 +223,10 @@ class RowRanks:
     def _axes(self) -> list[TensorAxis]:
         return [axis for axis in (self._microbatch, self._data, self._all) if axis is not None]
 
-    @property
-    def _differ(self) -> bool:
-        """Whether ranks of a microbatch have different rows now."""
-        return self.context_ranks > 1 or self.is_cut
-
-    def _once(self, x: Tensor) -> Tensor:
+    def _once(self, x: Tensor, differing: Differing) -> Tensor:
         """The summand, or zeros on a rank whose rows another rank counts."""
-        cut = {"cp": self.context_ranks > 1, "tp": self.is_cut}
-        repeated = any(self._mesh.rank(axis) for axis in self._parts if not cut[axis])
+        differs = {"cp": differing.context, "tp": differing.tensor}
+        repeated = any(self._mesh.rank(axis) for axis in self._parts if not differs[axis])
         return torch.zeros_like(x) if repeated else x
 
     def _summed(self, axis: TensorAxis, x: Tensor) -> Tensor:

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from lightning_5d.expert_parallel.found import FoundExperts
-from lightning_5d.mesh import nearest_divisor
-from lightning_5d.parallelism import Problem
 from lightning_5d.tensor_parallel.rows import Rows
 from lightning_5d.tensor_parallel.shards import features
 
@@ -26,7 +24,7 @@ def tensor_rows(found: FoundExperts, size: int) -> dict[str, Rows]:
     is not ``None``.
 
     Args:
-        found: The experts, which `part_problems` has nothing against.
+        found: The experts; `size` divides what is cut, see `compatibility.module_problems`.
         size: Ranks that have a part of each.
     """
     weights = dict(found.module.named_parameters(recurse=False))
@@ -44,22 +42,3 @@ def local_part(whole: Tensor, rows: Rows, rank: int, size: int) -> Tensor:
 def stored_forms(prefix: str, rows: Mapping[str, Rows]) -> dict[str, Rows]:
     """The forms of those weights that are stored in another order, by full name, see `Parallelized.stored_forms`."""
     return {f"{prefix}.{name}": form for name, form in rows.items() if form.index is not None}
-
-
-def part_problems(found: FoundExperts, size: int) -> list[Problem]:
-    """What is wrong with cutting some experts over so many ranks."""
-    if size == 1:
-        return []
-    uncut = [name for name in found.stacked if name not in found.tensor_dims]
-    if uncut:
-        what = f"The experts {found.name} have {', '.join(uncut)}, of which ranks of the tensor axis cannot have a part each."
-        return [Problem(what, "Use ExpertParallel(tensor=1): experts are whole, and tensor ranks hold different ones.")]
-    weights = dict(found.module.named_parameters(recurse=False))
-    problems = []
-    for name, dim in found.tensor_dims.items():
-        width = weights[name].shape[dim] // (2 if name in found.halves else 1)
-        if width % size:
-            what = f"The {width} inner features of the experts {found.name} ({name}) cannot be cut over {size} ranks of the tensor axis."
-            fix = f"{nearest_divisor(width, size)} ranks can, or ExpertParallel(tensor=1)."
-            problems.append(Problem(what, fix))
-    return problems[:1]
