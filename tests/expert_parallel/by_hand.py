@@ -1,8 +1,7 @@
 """A language model of blocks with experts, written by hand, whose tokens go to their experts by plain collectives, and trained in stages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized
-from tests.tensor_parallel.parity import Rows
 
 WIDTH, EXPERTS, VOCABULARY = 8, 4, 13
 

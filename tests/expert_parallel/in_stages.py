@@ -7,9 +7,8 @@ from typing import Any
 import lightning as L
 import torch
 
-from tests.pipeline_parallel.recorded import Record
 from tests.ranks.pool import RankPool
-from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, WholeRecord, apart, whole
+from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, WholeRecord, apart
 from tests.trainers import quiet
 
 ROWS, BATCH = 32, 16
@@ -60,7 +59,9 @@ def compare_settings(
         mine = [each[name] for each in found]
         worst[name] = apart(mine, expected, 1e-6)
         worst[name]["buffers"] = max(
-            float((value - expected["buffers"][key]).abs().max()) for each in mine for key, value in each["buffers"].items()
+            float((value - expected["buffers"][key]).abs().max())
+            for each in mine
+            for key, value in each["buffers"].items()
         )
         worst[name]["metrics"] = max(
             abs(each["metrics"][key] / value - 1) for each in mine for key, value in expected["metrics"].items()

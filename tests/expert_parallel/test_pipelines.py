@@ -3,9 +3,6 @@
 from functools import partial
 from typing import Any
 
-import pytest
-import torch
-
 from lightning_5d import FiveD, PipelineParallel, ZeRO
 from lightning_5d.pipeline_parallel import SCHEDULES
 from tests.expert_parallel.by_hand import Model, Sending
@@ -21,7 +18,9 @@ def _pipeline(name: str, **options: Any) -> PipelineParallel:
 
 
 def test_every_schedule_carries_balance_losses_and_gradients_of_routers(ranks: RankPool) -> None:
-    strategies = {name: partial(FiveD, _pipeline(name), Sending(), ZeRO(stage=1)) for name in SCHEDULES if "dualpipe" not in name}
+    strategies = {
+        name: partial(FiveD, _pipeline(name), Sending(), ZeRO(stage=1)) for name in SCHEDULES if "dualpipe" not in name
+    }
     compare_settings(ranks, 4, partial(Model, running=True), strategies, microbatches=MICROBATCHES)
 
 
