@@ -119,8 +119,10 @@ class ExpertView:
 
     def covers(self, mesh: DeviceMesh) -> bool:
         """Whether a mesh is a part of this arrangement."""
-        # Private; checked with torch 2.13.
-        return mesh._get_root_mesh() is self.device_mesh
+        # Not by its root: torch (checked with 2.13) remembers operations by the meshes of tensors, and then gives an equal mesh of an
+        # earlier arrangement.
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
+        return sizes.get("ep") == self.size and sizes.get("etp", 1) == self.tensor
 
 
 @dataclass(frozen=True)

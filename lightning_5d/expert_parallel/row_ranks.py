@@ -105,6 +105,14 @@ class RowRanks:
         return Differing(self.door is not None and self._mesh.size("cp") > 1, self.is_cut)
 
     @property
+    def is_first(self) -> bool:
+        """Whether of the ranks that have the same rows now this is the one that counts them."""
+        differing = self.differing
+        return not (
+            (self._mesh.rank("cp") and not differing.context) or (self._mesh.rank("tp") and not differing.tensor)
+        )
+
+    @property
     def context_ranks(self) -> int:
         """Ranks of the context axis."""
         return self._mesh.size("cp")
