@@ -180,6 +180,14 @@ class Parallelized:
         """
         return self.step_context
 
+    def recomputing_together(self) -> dist.ProcessGroup | None:
+        """Ranks that wait for each other inside of modules where they may have tensors of other sizes; ``None`` if there are none.
+
+        What of a module is kept, and what backward runs again, is decided by one of them for all: a rank that sends something once more
+        while another does not would wait for ever.
+        """
+        return None
+
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of a user's step function; an axis that has to do something around it overrides this."""
         return step(*args, **kwargs)
