@@ -26,10 +26,16 @@ from tests.trainers import quiet
         ([ExpertParallel(2, tensor=2), TensorParallel(2)], 2, ["there is one such rank"]),
         ([ExpertParallel(2, tensor=2)], 2, ["tensor=2", "which has 1", "add TensorParallel(2)"]),
         ([ExpertParallel(2, tensor=2), TensorParallel(4)], 8, ["which has 4", "tensor=1 or tensor=4"]),
-        ([ExpertParallel(3), ContextParallel(2), ZeRO(size=2)], 4, ["the 4 ranks", "dp_shard=2 x cp=2", "1, 2, 4 work"]),
+        (
+            [ExpertParallel(3), ContextParallel(2), ZeRO(size=2)],
+            4,
+            ["the 4 ranks", "dp_shard=2 x cp=2", "1, 2, 4 work"],
+        ),
     ],
 )
-def test_wrong_settings_are_refused_when_the_trainer_is_made(plugins: list[Any], devices: int, words: list[str]) -> None:
+def test_wrong_settings_are_refused_when_the_trainer_is_made(
+    plugins: list[Any], devices: int, words: list[str]
+) -> None:
     with pytest.raises(MisconfigurationException) as error:
         quiet(strategy=FiveD(*plugins), devices=devices)
     for word in words:
