@@ -57,17 +57,25 @@ def shared_attention(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> I
         value: (B, K, s, D), this rank's part.
         ranks: How many hold the whole sequence.
     """
-    # Private; checked with torch 2.13.
-    counters = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, ModelFlops) and not mode.paused]
-    if not counters:
-        yield
-        return
     batch, heads, tokens, size = query.shape
     keys, values = (batch, heads, ranks * tokens, size), (batch, heads, ranks * tokens, value.shape[-1])
     forward = int(sdpa_flop_count(query.shape, keys, values))  # type: ignore[no-untyped-call]
-    trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    with counted_as(forward, 2 if any(tensor.requires_grad for tensor in (query, key, value)) else 0):
+        yield
+
+
+@contextmanager
+def counted_as(forward: int, backward_ratio: int) -> Iterator[None]:
+    """A context whose operations count as so many, however they are computed: what an autograd function does is not seen to have a backward.
+
+    Args:
+        forward: Floating-point operations of the forward.
+        backward_ratio: Those of the backward, as a multiple of it.
+    """
+    # Private; checked with torch 2.13.
+    counters = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, ModelFlops) and not mode.paused]
     for counter in counters:
-        counter.total += forward * (3 if trained else 1)
+        counter.total += forward * (1 + (backward_ratio if torch.is_grad_enabled() else 0))
         counter.paused = True
     try:
         yield

@@ -128,10 +128,12 @@ class ExpertParallel(Parallelism):
 
     @override
     def surveyed(self, module: nn.Module, plan: ParallelPlan) -> Parallelism:
+        from lightning_5d.expert_parallel.counted import counting_modules
         from lightning_5d.expert_parallel.survey import found_experts
 
         settings = {setting.name: getattr(self, setting.name) for setting in dataclasses.fields(self)}
-        return _Surveyed(**settings, layers=tuple(found_experts(module)))
+        counts = any(True for _ in counting_modules(module))
+        return _Surveyed(**settings, layers=tuple(found_experts(module)), counts=counts)
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Leaves on this rank its own experts."""
@@ -143,13 +145,13 @@ class _Surveyed(ExpertParallel):
     """The plugin that has seen the whole module, before a pipeline has taken parts of it away."""
 
     layers: tuple[FoundExperts, ...] = dataclasses.field(kw_only=True)
+    counts: bool = dataclasses.field(kw_only=True)
 
     @override
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
-        from lightning_5d.expert_parallel.counted import counting_modules
         from lightning_5d.expert_parallel.spread_experts import SpreadExperts
 
-        if not self.layers and not any(True for _ in counting_modules(module)):
+        if not self.layers and not self.counts:
             return Parallelized()
         return SpreadExperts(module, self, mesh, self.layers)
 

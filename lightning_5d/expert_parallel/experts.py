@@ -5,10 +5,15 @@ Shape suffixes: N tokens, D hidden size, I width inside an expert, E experts, M 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from lightning_5d.expert_parallel.config import MoEConfig
+from lightning_5d.expert_parallel.dispatch import through_experts
+from lightning_5d.expert_parallel.found import FoundExperts
+from lightning_5d.expert_parallel.grouped import grouped_linear
 
 
 class Experts(nn.Module):
@@ -51,13 +56,7 @@ class Experts(nn.Module):
         Returns:
             (N, D), in the dtype of `hidden_ND`.
         """
-        tokens, top_k = index_NK.shape
-        expert_S, order_S = index_NK.flatten().sort(stable=True)
-        counts_E = torch.bincount(expert_S, minlength=self.num_experts).cpu()
-        rows_SD = compute_experts(self, hidden_ND[order_S // top_k], counts_E)
-        rows_SD = rows_SD * weights_NK.flatten()[order_S, None]
-        out_ND = rows_SD.new_zeros(tokens, hidden_ND.shape[1]).index_add(0, order_S // top_k, rows_SD)
-        return out_ND.to(hidden_ND.dtype)
+        return through_experts(hidden_ND, index_NK, weights_NK, self.num_experts, partial(compute_experts, self))
 
     def extra_repr(self) -> str:
         """What a person sees of it."""
@@ -65,12 +64,22 @@ class Experts(nn.Module):
         return f"{experts} experts, {hidden}, {double // 2}"
 
 
+def described(name: str, module: Experts) -> FoundExperts:
+    """Such a module, as a part of a whole one."""
+    return FoundExperts(
+        name=name,
+        module=module,
+        count=module.num_experts,
+        top_k=module.top_k,
+        stacked=("gate_up_proj", "down_proj"),
+        compute=compute_experts,
+        tensor_dims={"gate_up_proj": 1, "down_proj": 2},
+        halves=frozenset({"gate_up_proj"}),
+    )
+
+
 def compute_experts(module: nn.Module, rows_SD: Tensor, counts_M: Tensor) -> Tensor:
     """What experts make of rows sorted by expert, (S, D); the `lightning_5d.expert_parallel.found.Compute` of `Experts`."""
-    gate_SI, up_SI = _grouped(rows_SD, module.get_parameter("gate_up_proj"), counts_M).chunk(2, -1)
-    return _grouped(nn.functional.silu(gate_SI) * up_SI, module.get_parameter("down_proj"), counts_M)
-
-
-def _grouped(rows_SI: Tensor, weights_MOI: Tensor, counts_M: Tensor) -> Tensor:
-    parts = torch.split(rows_SI, counts_M.tolist())
-    return torch.cat([nn.functional.linear(part, weight) for part, weight in zip(parts, weights_MOI, strict=True)])
+    gate_SI, up_SI = grouped_linear(rows_SD, module.get_parameter("gate_up_proj"), counts_M).chunk(2, -1)
+    act_fn = module.get_submodule("act_fn")
+    return grouped_linear(act_fn(gate_SI) * up_SI, module.get_parameter("down_proj"), counts_M)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_5d.model_flops import counted_as
+
 
 def grouped_linear(rows_SI: Tensor, weights_MOI: Tensor, counts_M: Tensor) -> Tensor:
     """Each row times the transposed matrix of its expert, (S, O); rows are sorted by expert.
@@ -32,7 +34,8 @@ def grouped_linear(rows_SI: Tensor, weights_MOI: Tensor, counts_M: Tensor) -> Te
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         rows_SI, weights_MOI = rows_SI.to(dtype), weights_MOI.to(dtype)
-    out: Tensor = _Rows.apply(rows_SI, weights_MOI, counts, True)  # type: ignore[no-untyped-call]
+    with counted_as(2 * rows_SI.numel() * weights_MOI.shape[1], rows_SI.requires_grad + weights_MOI.requires_grad):
+        out: Tensor = _Rows.apply(rows_SI, weights_MOI, counts, True)  # type: ignore[no-untyped-call]
     return out
 
 
