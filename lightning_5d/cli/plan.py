@@ -98,8 +98,7 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 
 @dataclass(frozen=True)
 class _Axes:
-    """What is to be shown: ranks of the tensor axis, whether it cuts the sequence, the plan given to the strategy, the context plugin, and the
-    strategy where it has an expert axis."""
+    """What is to be shown: ranks of the tensor axis, whether it cuts the sequence, the plan, the context plugin, a strategy with an expert axis."""
 
     tensor: int | None
     sequence_parallel: bool
