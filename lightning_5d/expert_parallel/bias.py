@@ -49,7 +49,7 @@ def move_biases(module: nn.Module, rate: float | None = None) -> None:
         summed = biased[0].counted.sum(torch.cat([router.load.to(device) for router in biased]), "global")
         loads = torch.split(summed, [router.config.experts for router in biased])
         for router, load_E in zip(biased, loads, strict=True):
-            _move(router, load_E, rate)
+            _move(router, router.counted.sum_of_holders(load_E), rate)
     for router in routers:
         router.load.zero_()
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.checkpoint.forms import Formed, whole_tensor
-from lightning_5d.expert_parallel.counted import Counted, counting_modules
+from lightning_5d.expert_parallel.counted import Counted, Counting, counting_modules
 from lightning_5d.expert_parallel.counted_over import CountedOver
 from lightning_5d.expert_parallel.door import ExpertDoor
 from lightning_5d.expert_parallel.exchange import TokenExchange, open_exchange
@@ -67,7 +69,7 @@ class SpreadExperts(Parallelized):
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
         self._ranks = RowRanks.of(self._mesh, axes)
         for router in counting_modules(self._module):
-            router.counted = CountedOver(self._ranks)
+            router.counted = CountedOver(self._ranks, partial(self._holders, router, axes))
         self._losses = RouterLosses(self._module, CountedOver(self._ranks))
         axis = self._tensor_axis(axes)
         for layer in self._here:
@@ -82,6 +84,15 @@ class SpreadExperts(Parallelized):
             )
             self._doors.append(door)
         self._refresh()
+
+    def _holders(self, router: Counting, axes: Sequence[Parallelized]) -> dist.ProcessGroup | None:
+        # Looked up now: a weight is another tensor while its layer computes.
+        weight = next(cast(nn.Module, router).parameters(recurse=False))
+        return next((group for axis in axes if (group := axis.holders_of(weight)) is not None), None)
+
+    @override
+    def recomputing_together(self) -> dist.ProcessGroup | None:
+        return None if self._exchange is None else self._exchange.group
 
     def _tensor_axis(self, axes: Sequence[Parallelized]) -> TensorAxis | None:
         if self._view is None or self._mesh.size("tp") == 1:

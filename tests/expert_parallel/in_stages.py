@@ -8,10 +8,16 @@ import lightning as L
 import torch
 
 from tests.ranks.pool import RankPool
-from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, WholeRecord, apart
+from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, WholeRecord, apart, decoder
 from tests.trainers import quiet
 
 ROWS, BATCH = 32, 16
+EXPERTS = {"experts": 4, "top_k": 2, "intermediate_size": 12, "balance": 0.3, "z": 0.2, "bias_rate": 0.05}
+
+
+def sparse(**changes: Any) -> Callable[[], Any]:
+    """The reference model with experts in all of its blocks but the first, with losses of all kinds and a bias."""
+    return decoder(num_layers=4, dense_layers=1, moe={**EXPERTS, **changes})
 
 
 class BufferRecord(WholeRecord):
@@ -54,17 +60,14 @@ def compare_settings(
     alone = {"devices": 1, "accumulate_grad_batches": microbatches}
     expected = _fit(module, None, BATCH // microbatches, **{**arguments, **alone})
     expected["losses"] = torch.tensor(expected["losses"]).view(-1, microbatches).sum(1).tolist()
-    worst: dict[str, dict[str, float]] = {}
-    for name in settings:
-        mine = [each[name] for each in found]
-        worst[name] = apart(mine, expected, 1e-6)
-        worst[name]["buffers"] = max(
-            float((value - expected["buffers"][key]).abs().max())
-            for each in mine
-            for key, value in each["buffers"].items()
-        )
-        worst[name]["metrics"] = max(
-            abs(each["metrics"][key] / value - 1) for each in mine for key, value in expected["metrics"].items()
-        )
+    worst = {name: _apart([each[name] for each in found], expected) for name in settings}
     bad = {name: found for name, found in worst.items() if max(found.values()) >= tolerance}
     assert not bad, bad
+
+
+def _apart(found: list[dict[str, Any]], expected: dict[str, Any]) -> dict[str, float]:
+    differences = apart(found, expected, 1e-6)
+    buffers = [(each["buffers"][name], expected["buffers"][name]) for each in found for name in each["buffers"]]
+    differences["buffers"] = max((float((one - other).abs().max()) for one, other in buffers), default=0.0)
+    assert set().union(*(each["buffers"] for each in found)) == set(expected["buffers"])
+    return differences
