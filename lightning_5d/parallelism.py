@@ -180,6 +180,13 @@ class Parallelized:
         """
         return self.step_context
 
+    def taking_back(self) -> Callable[[], None]:
+        """Comes before forwards of a step that may turn out to have come too early; what it gives is called if they have.
+
+        It takes back what the axis has counted in them: they run once more.
+        """
+        return lambda: None
+
     def recomputing_together(self) -> dist.ProcessGroup | None:
         """Ranks that wait for each other inside of modules where they may have tensors of other sizes; ``None`` if there are none.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -89,6 +89,10 @@ class SpreadExperts(Parallelized):
         # Looked up now: a weight is another tensor while its layer computes.
         weight = next(cast(nn.Module, router).parameters(recurse=False))
         return next((group for axis in axes if (group := axis.holders_of(weight)) is not None), None)
+
+    @override
+    def taking_back(self) -> Callable[[], None]:
+        return self.loads.taking_back()
 
     @override
     def recomputing_together(self) -> dist.ProcessGroup | None:

@@ -173,10 +173,13 @@ class Pipelined(Scheduling):
             run_all = partial(run_all, tell=partial(self._shared.tell, rows=rows))
         if pending is not None:
             before = Snapshot.of_buffers(self._module)
+            counts = [axis.taking_back() for axis in self._others]
             try:
                 return self._execute(run, partial(run_all, confirm=pending.stands), program, work, step, start, around)
             except StaleForwardsError:
                 before.restore()
+                for take_back in counts:
+                    take_back()
                 self._shared.discard()
                 pending.redo()
         return self._execute(run, run_all, program, work, step, start, around)
