@@ -69,8 +69,9 @@ class ExpertDoor(AroundForward):
         if self._exchange is None and not self._has_parts and kept_NK is None:
             out: Tensor = self.run(*args, **kwargs)
             return out
-        if real_N is not None and kept_NK is None:
-            # Padding has somewhere to go as well, and nobody misses it.
+        is_cut = self._ranks.is_cut
+        if real_N is not None and kept_NK is None and not (is_cut and self._has_parts):
+            # Padding has somewhere to go as well, and nobody misses it. Not where other ranks, which may have none, get this rank's choices.
             kept_NK = real_N[:, None].expand_as(index_NK)
         axis = None if self._whole is not None else self._axis
         hidden_ND = hidden.reshape(-1, hidden.shape[-1])
@@ -81,7 +82,7 @@ class ExpertDoor(AroundForward):
             kept_NK,
             self._through,
             axis,
-            is_cut=self._ranks.is_cut,
+            is_cut=is_cut,
             has_parts=self._has_parts,
         )
         return out.view_as(hidden)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_5d.expert_parallel.config import MoEConfig
 from lightning_5d.expert_parallel.dispatch import through_experts
+from lightning_5d.expert_parallel.found import FoundExperts
 from lightning_5d.expert_parallel.grouped import grouped_linear
 
 
@@ -61,6 +62,20 @@ class Experts(nn.Module):
         """What a person sees of it."""
         experts, double, hidden = self.gate_up_proj.shape
         return f"{experts} experts, {hidden}, {double // 2}"
+
+
+def described(name: str, module: Experts) -> FoundExperts:
+    """Such a module, as a part of a whole one."""
+    return FoundExperts(
+        name=name,
+        module=module,
+        count=module.num_experts,
+        top_k=module.top_k,
+        stacked=("gate_up_proj", "down_proj"),
+        compute=compute_experts,
+        tensor_dims={"gate_up_proj": 1, "down_proj": 2},
+        halves=frozenset({"gate_up_proj"}),
+    )
 
 
 def compute_experts(module: nn.Module, rows_SD: Tensor, counts_M: Tensor) -> Tensor:

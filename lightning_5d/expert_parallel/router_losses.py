@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lightning_5d.expert_parallel.counted import Counted, Scope
+from lightning_5d.expert_parallel.counted import Counted
 from lightning_5d.replaced_forward import AroundForward
 
 _NAME = "load_balancing_loss_func"
@@ -24,17 +24,16 @@ _ALONE = Counted()
 BalanceLoss = Callable[..., Any]
 
 
-def balance_loss(
-    logits_LNE: Sequence[Tensor], top_k: int, mask: Tensor | None, counted: Counted, scope: Scope
-) -> Tensor:
+def balance_loss(logits_LNE: Sequence[Tensor], top_k: int, mask: Tensor | None, counted: Counted) -> Tensor:
     """``E * sum_e f_e P_e``, f being the share of tokens that choose an expert and P their mean probability for it, over all layers as one.
+
+    f is of the tokens of all data ranks, P of a microbatch's, so that the mean over data ranks is the loss of all.
 
     Args:
         logits_LNE: What the routers say, layer by layer.
         top_k: Experts of each token.
         mask: Which tokens count, any shape of N entries; all if ``None``.
         counted: Which ranks have other tokens.
-        scope: Whose tokens f is about. P is of the microbatch, so that the mean over data ranks is the loss of all.
 
     Returns:
         A scalar, the same on all ranks of a microbatch.
@@ -53,7 +52,7 @@ def balance_loss(
         counts_E.scatter_add_(0, chosen_NK.flatten(), counts_N.repeat_interleave(top_k))
         probabilities_E = probabilities_E + counts_N @ probability_NE.float()
         tokens = tokens + counts_N.sum()
-    total = counted.sum(torch.cat([counts_E, tokens]), scope)
+    total = counted.sum(torch.cat([counts_E, tokens]), "global")
     mine = counted.sum(tokens, "microbatch")
     # Whole numbers: at least one, where no token counts, leaves all others as they are.
     share_E = total[:-1] / total[-1].clamp(min=1)
@@ -71,10 +70,10 @@ def _counts(rows: int, mask: Tensor | None, real: Tensor | None, device: torch.d
 # runs, another one is there under that name, which for other threads does what the function itself does. Before and after, nothing is to be
 # seen of it.
 class RouterLosses:
-    """Makes the models in a module compute their balance losses over the tokens of all ranks, until `close`.
+    """Makes the models in a module compute their balance losses over the tokens of all ranks, in steps, until `close`.
 
-    With the model in training mode f is about the tokens of all data ranks, which then have to call it equally often; else about the
-    microbatch alone, since data ranks may evaluate different numbers of batches.
+    f is about the tokens of all data ranks, which in steps have to call a model equally often. Outside of steps (samples of text on one rank)
+    models compute as they do.
 
     Args:
         root: The user's module.
@@ -87,6 +86,7 @@ class RouterLosses:
 
     def __init__(self, root: nn.Module, counted: Counted) -> None:
         self._around: list[_Balanced] = []
+        self._counted, self._in_step = counted, False
         self.models: list[str] = []
         self.unknown: list[str] = []
         for name, module in root.named_modules():
@@ -96,7 +96,21 @@ class RouterLosses:
             known = [place for place in found if is_known(place[_NAME])]
             (self.models if len(known) == len(found) else self.unknown).append(name or type(module).__name__)
             if known:
-                self._around.append(_Balanced(module, known, counted))
+                self._around.append(_Balanced(module, known, self))
+
+    @property
+    def counted(self) -> Counted | None:
+        """Over which ranks a loss is summed now; ``None`` outside of steps."""
+        return self._counted if self._in_step else None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context around each step, and around what backward runs again of one: there, losses are of all ranks."""
+        before, self._in_step = self._in_step, True
+        try:
+            yield
+        finally:
+            self._in_step = before
 
     def close(self) -> None:
         """Takes everything off the models again."""
@@ -114,7 +128,7 @@ def is_known(function: Any) -> bool:
         logits = tuple(torch.randn(6, 4, generator=generator) for _ in range(2))
         for mask in (None, torch.tensor([[1, 1, 0], [1, 0, 1]])):
             theirs = function(logits, 4, 2, mask)
-            if not torch.allclose(theirs, balance_loss(logits, 2, mask, _ALONE, "global"), rtol=1e-5):
+            if not torch.allclose(theirs, balance_loss(logits, 2, mask, _ALONE), rtol=1e-5):
                 return False
     except Exception:
         return False
@@ -124,57 +138,55 @@ def is_known(function: Any) -> bool:
 class _Balanced(AroundForward):
     """A model's forward, during which its balance loss is another one."""
 
-    def __init__(self, module: nn.Module, places: list[dict[str, Any]], counted: Counted) -> None:
+    def __init__(self, module: nn.Module, places: list[dict[str, Any]], losses: RouterLosses) -> None:
         super().__init__(module)
         self._places = places
-        self._counted: Counted | None = counted
+        self._losses: RouterLosses | None = losses
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model."""
-        if self._counted is None:
+        counted = None if self._losses is None else self._losses.counted
+        if counted is None:
             return self.run(*args, **kwargs)
-        scope: Scope = "global" if self.module.training else "microbatch"
         with ExitStack() as stack:
             for place in self._places:
-                stack.enter_context(_in_place(place, self._counted, scope))
+                stack.enter_context(_in_place(place, counted))
             return self.run(*args, **kwargs)
 
     def remove(self) -> None:
         """Gives the model its own forward back, unless somebody else has put one around this one."""
-        self._counted = None
+        self._losses = None
         self.take_off()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copy of the model belongs to nobody's step.
-        counted, self._counted = self._counted, None
-        try:
-            return super().__deepcopy__(memo)
-        finally:
-            self._counted = counted
+        new = super().__deepcopy__(memo)
+        new._losses = None
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "previous": self.previous, "_places": [], "_counted": None}
+        return {"module": self.module, "previous": self.previous, "_places": [], "_losses": None}
 
 
 class _Replacement:
     """What stands under the name of a balance loss while a model's forward runs."""
 
-    def __init__(self, previous: BalanceLoss, counted: Counted, scope: Scope) -> None:
+    def __init__(self, previous: BalanceLoss, counted: Counted) -> None:
         self.previous = previous
-        self._counted, self._scope = counted, scope
+        self._counted = counted
         self._thread = threading.get_ident()
 
     def __call__(self, gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None) -> Any:
         """As the function in its place."""
         if threading.get_ident() != self._thread or not isinstance(gate_logits, tuple) or not gate_logits:
             return self.previous(gate_logits, num_experts, top_k, attention_mask)
-        return balance_loss(gate_logits, top_k, attention_mask, self._counted, self._scope)
+        return balance_loss(gate_logits, top_k, attention_mask, self._counted)
 
 
 @contextmanager
-def _in_place(place: dict[str, Any], counted: Counted, scope: Scope) -> Iterator[None]:
-    mine = _Replacement(place[_NAME], counted, scope)
+def _in_place(place: dict[str, Any], counted: Counted) -> Iterator[None]:
+    mine = _Replacement(place[_NAME], counted)
     place[_NAME] = mine
     try:
         yield

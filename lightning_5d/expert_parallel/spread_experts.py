@@ -107,6 +107,10 @@ class SpreadExperts(Parallelized):
         return shared or self._own_axis
 
     @override
+    def step_context(self) -> AbstractContextManager[None]:
+        return super().step_context() if self._losses is None else self._losses.step()
+
+    @override
     def begin_microbatch(self, *, last: bool) -> None:
         self._refresh()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lightning_5d.expert_parallel import hugging_face, own_forward
+from lightning_5d.expert_parallel import experts, hugging_face, own_forward
 from lightning_5d.expert_parallel.found import FoundExperts
 from lightning_5d.parallelism import Problem
 
@@ -23,8 +23,8 @@ _TOP_K = (
 
 
 # [Note: what counts as experts]
-# 1. A module with a method ``compute_sorted(rows_SD, counts_M)``: the person who wrote it says so, and computes by that. All parameters have
-#    the experts as their first dimension. `lightning_5d.expert_parallel.experts.Experts` is one.
+# 1. Those of the reference decoder, `lightning_5d.expert_parallel.experts.Experts`; and a module with a method ``compute_sorted(rows_SD,
+#    counts_M)``: the person who wrote it says so, and computes by that. All parameters have the experts as their first dimension.
 # 2. What transformers' decorator has made, see `hugging_face`.
 # 3. A module named ``experts``, or of a class named ``…Experts`` (not shared ones, which all tokens go through), whose forward takes three tensors and whose weights are stacked. Its own
 #    forward computes, see `own_forward`; that this fits is looked at before.
@@ -61,7 +61,9 @@ def _looked_at(root: nn.Module, name: str, module: nn.Module) -> FoundExperts | 
     last = name.rpartition(".")[2]
     called = type(module).__name__
     found: FoundExperts | str
-    if callable(getattr(module, "compute_sorted", None)):
+    if isinstance(module, experts.Experts):
+        found = experts.described(name, module)
+    elif callable(getattr(module, "compute_sorted", None)):
         found = own_forward.described(name, module, _top_k(root, name, module))
     elif hugging_face.is_hugging_face(module):
         found = _adapters(root, name) or hugging_face.described(name, module, _top_k(root, name, module))

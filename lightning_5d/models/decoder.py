@@ -133,7 +133,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_heads": 4,
             "num_kv_heads": 2,
             "dense_layers": 1,
-            "moe": {"experts": 8, "top_k": 2, "intermediate_size": 128, "shared": 1, "bias_rate": 0.001},
+            "moe": {
+                "experts": 8,
+                "top_k": 2,
+                "intermediate_size": 128,
+                "shared": 1,
+                "scores": "sigmoid",
+                "bias_rate": 0.001,
+            },
         },
         "demo": {"hidden_size": 192, "intermediate_size": 512, "num_layers": 4, "num_heads": 6, "num_kv_heads": 2},
         "small": {

@@ -16,7 +16,7 @@ from tests.trainers import quiet
         ([ExpertParallel(0)], 2, ["size=0", "at least 1"]),
         ([ExpertParallel(2.0)], 2, ["size=2.0", "whole number"]),  # type: ignore[arg-type]
         ([ExpertParallel(2, tensor=0)], 2, ["tensor=0", "at least 1"]),
-        ([ExpertParallel(2, capacity_factor=0)], 2, ["capacity_factor=0 ", "above 0", "1.25"]),
+        ([ExpertParallel(2, capacity_factor=0)], 2, ["capacity_factor=0)", "above 0", "1.25"]),
         ([ExpertParallel(2, capacity_factor=-1.5)], 2, ["capacity_factor=-1.5"]),
         ([ExpertParallel(2, capacity_factor=float("nan"))], 2, ["capacity_factor=nan"]),
         ([ExpertParallel(2, drop="first")], 2, ["drop='first'", "'probability' or 'position'"]),  # type: ignore[arg-type]

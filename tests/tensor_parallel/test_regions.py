@@ -172,7 +172,9 @@ class Keeping:
 def _checkpointed(model: Net, modules: list[nn.Module]) -> None:
     """Of lengths whose pieces are equally long, backwards in another order than forwards."""
     for module in modules:
-        module.__dict__["forward"] = CheckpointedForward(module, Keeping(), lambda: nullcontext, lambda measured: measured)
+        module.__dict__["forward"] = CheckpointedForward(
+            module, Keeping(), lambda: nullcontext, lambda measured: measured
+        )
     for loss in reversed([model(batch(tokens, tokens)).sum() for tokens in (5, 6, 7)]):
         loss.backward()
     for module in modules:

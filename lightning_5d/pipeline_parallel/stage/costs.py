@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_5d.expert_parallel.survey import found_experts
 from lightning_5d.parallelism import Problem
 from lightning_5d.pipeline_parallel.stage.layout import Anatomy
 
@@ -79,13 +80,12 @@ def _attention_width(module: nn.Module) -> int:
 
 
 def _matmul_work(module: nn.Module) -> float:
+    met = {id(found.module): (found.top_k or found.count) / found.count for found in found_experts(module)}
     work = 0.0
-    for parent in [None, *module.modules()]:
-        for inner in [module] if parent is None else parent.children():
-            if isinstance(inner, nn.Embedding | nn.EmbeddingBag):
-                continue
-            for parameter in inner.parameters(recurse=False):
-                if parameter.ndim >= 2:
-                    met = _met(parameter, inner, parent) if parameter.ndim == 3 else 1.0
-                    work += parameter.numel() * met * (3 if parameter.requires_grad else 2)
+    for inner in module.modules():
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag):
+            continue
+        for parameter in inner.parameters(recurse=False):
+            if parameter.ndim >= 2:
+                work += parameter.numel() * met.get(id(inner), 1.0) * (3 if parameter.requires_grad else 2)
     return work
