@@ -180,6 +180,13 @@ class Parallelized:
         """
         return self.step_context
 
+    def microbatches(self, count: int) -> int:
+        """How many microbatches a step has where this rank's batch can be split into so many.
+
+        Fewer, if the rank waits inside of modules for others whose batches are smaller. It comes before each schedule, on all ranks.
+        """
+        return count
+
     def taking_back(self) -> Callable[[], None]:
         """Comes before forwards of a step that may turn out to have come too early; what it gives is called if they have.
 

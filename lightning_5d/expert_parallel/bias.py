@@ -28,7 +28,6 @@ def balance_by_bias(module: nn.Module, optimizer: Optimizer, rate: float | None 
 
     Source: DeepSeek-AI, "DeepSeek-V3" (arXiv:2412.19437), section 2.1.2; Wang et al. (arXiv:2408.15664), algorithm 1.
     """
-
     return optimizer.register_step_post_hook(BiasSteps(module, rate))
 
 

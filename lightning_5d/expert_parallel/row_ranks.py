@@ -197,6 +197,11 @@ class RowRanks:
             return whole_NK
         return rows.part(whole_NK, self._place(rows), fill)
 
+    @property
+    def are_apart(self) -> bool:
+        """Whether data ranks have different numbers of batches now."""
+        return not self._together
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """A context in which data ranks have different numbers of batches: sums over all ranks are those over the ranks of a microbatch."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -59,6 +60,7 @@ class SpreadExperts(Parallelized):
         self._ranks: RowRanks | None = None
         self._doors: list[ExpertDoor] = []
         self._losses: RouterLosses | None = None
+        self._waiting: dist.ProcessGroup | None = None
         if plugin.size > 1 or plugin.tensor > 1:
             self._view = mesh.expert_view(plugin.size, plugin.tensor)
             self._weights = ExpertWeights(self._here, self._view, mesh)
@@ -84,11 +86,29 @@ class SpreadExperts(Parallelized):
             )
             self._doors.append(door)
         self._refresh()
+        together = self._mesh.stage_group
+        if self._mesh.size("pp") > 1 and together is not None:
+            # On the host, where its result is needed.
+            ranks = dist.get_process_group_ranks(together)
+            self._waiting = dist.new_group(
+                ranks, timeout=self._mesh.timeout, backend="gloo", use_local_synchronization=True
+            )
 
     def _holders(self, router: Counting, axes: Sequence[Parallelized]) -> dist.ProcessGroup | None:
         # Looked up now: a weight is another tensor while its layer computes.
         weight = next(cast(nn.Module, router).parameters(recurse=False))
         return next((group for axis in axes if (group := axis.holders_of(weight)) is not None), None)
+
+    # [Note: as many microbatches]
+    # In a pipeline each microbatch is an exchange between data ranks, in every layer. A batch with fewer rows than microbatches has as many as
+    # rows, so a data rank with a smaller batch would be waited for without end.
+    @override
+    def microbatches(self, count: int) -> int:
+        if self._waiting is None or self._ranks is None or self._ranks.are_apart:
+            return count
+        least = torch.tensor(count)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._waiting)
+        return int(least)
 
     @override
     def taking_back(self) -> Callable[[], None]:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_5d import ExpertParallel, FiveD, FiveDPrecision, LossScaling, PipelineParallel, ZeRO
 from lightning_5d.callbacks.expert_load import ExpertLoad
 from lightning_5d.feed_forward import Projection
-from lightning_5d.pipeline_parallel import SCHEDULES
+from lightning_5d.pipeline_parallel import SCHEDULES, make_schedule
+from lightning_5d.pipeline_parallel.table import write_schedule
 from tests.expert_parallel.in_stages import compare_settings, sparse
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows
@@ -34,10 +36,31 @@ def test_every_schedule_carries_balance_losses_and_gradients_of_routers(ranks: R
     compare_settings(ranks, 4, sparse(), strategies, microbatches=MICROBATCHES)
 
 
-def test_ranks_that_hold_a_stage_twice_count_together(ranks: RankPool) -> None:
+def test_ranks_that_hold_a_stage_twice_count_together(ranks: RankPool, tmp_path: Path) -> None:
     # Each direction has a part of the microbatches: the choices so far in a step are those of a direction, and in one process of all.
-    strategies = {f"{stage}": _strategy("dualpipe", ZeRO(stage=stage)) for stage in (1, 2)}
+    table = tmp_path / "both_ways.csv"
+    write_schedule(make_schedule("dualpipe", 2, MICROBATCHES), table)
+    strategies = {"name": _strategy("dualpipe", ZeRO(stage=1)), "table": _strategy(str(table), ZeRO(stage=2))}
     compare_settings(ranks, 4, sparse(balance_scope="sequence"), strategies, microbatches=MICROBATCHES)
+
+
+class Unequal(Dealt):
+    """Two data ranks have batches of 4 and of 3 rows; one process has all of them, in turn."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        strategy = self.trainer.strategy  # type: ignore[union-attr]
+        batches = [range(4), range(4, 7), range(7, 11), range(11, 14)]
+        if isinstance(strategy, FiveD):
+            batches = batches[strategy.distributed_sampler_kwargs["rank"] :: 2]
+        return DataLoader(self.rows, batch_sampler=batches)
+
+    val_dataloader = train_dataloader
+
+
+def test_data_ranks_with_batches_of_other_sizes_have_as_many_microbatches(ranks: RankPool) -> None:
+    strategies = {name: _strategy(name) for name in ("1f1b", "zb_v")}
+    data = partial(Unequal, Rows(14, 6), 0)
+    compare_settings(ranks, 4, sparse(balance=0.0), strategies, microbatches=2, data=data)
 
 
 class Overflowing(Projection):
