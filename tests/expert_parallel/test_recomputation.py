@@ -50,6 +50,14 @@ def test_every_mode_sends_in_one_order_and_counts_once(ranks: RankPool) -> None:
     compare_settings(ranks, 4, sparse(), strategies, microbatches=MICROBATCHES)
 
 
+def test_shards_of_experts_are_gathered_inside_of_blocks_that_run_again(ranks: RankPool) -> None:
+    strategies = {
+        f"{mode} {stage}": partial(FiveD, ExpertParallel(2), ZeRO(stage=stage), activation_checkpointing=mode)
+        for mode, stage in (("full", 3), ("selective", 1), ("selective", 3), (0.5, 3))
+    }
+    compare_settings(ranks, 4, sparse(), strategies, microbatches=1)
+
+
 def test_what_users_run_again_themselves(ranks: RankPool) -> None:
     compare_settings(ranks, 4, _checkpointing, {"zb_v": _strategy(3, "zb_v")}, microbatches=MICROBATCHES)
 
