@@ -7,10 +7,8 @@ operations twice, and every number after it would be another one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -40,14 +38,3 @@ def hidden_operations() -> Iterator[None]:
             _pop_mode()
         for mode in stack:
             _push_mode(mode)
-
-
-def hiding(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose operations are hidden."""
-
-    @wraps(function)
-    def hidden(*args: Any, **kwargs: Any) -> Any:
-        with hidden_operations():
-            return function(*args, **kwargs)
-
-    return hidden

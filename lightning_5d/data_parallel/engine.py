@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -24,7 +23,6 @@ from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.shown_gradients import ShownGradients
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
-from lightning_5d.hidden_operations import hiding
 from lightning_5d.parallelism import Part
 
 # So many groups are on their way while one is copied: ranks hardly wait for each other, and hold little twice.
@@ -186,7 +184,6 @@ class ShardedEngine(Engine):
         for state in self._states[1:]:
             # A block that is called before the root must not become a root of its own.
             state._lazy_init = self._root._lazy_init
-            _hide_hooks(state)
         self._wrap_root_hooks()
         self._handles: list[tuple[nn.Module, RemovableHandle]] = []
         for owner in self._root_owners():
@@ -415,15 +412,3 @@ class ShardedEngine(Engine):
         for peers, _ in self._groups_of:
             peers.pending.finish()
         return found
-
-
-def _hide_hooks(state: FSDPState) -> None:
-    """Hides what FSDP2 does around a module from a recomputation of a block that it is in: in backward things are gathered, or not any more."""
-    # Checked with torch 2.13: a state keeps the handles of the two hooks that it has registered on its module.
-    for module in state._modules:
-        for hooks, handle in (
-            (module._forward_pre_hooks, state._pre_forward_hook_handle),
-            (module._forward_hooks, state._post_forward_hook_handle),
-        ):
-            if handle is not None and handle.id in hooks:
-                hooks[handle.id] = hiding(hooks[handle.id])
