@@ -215,6 +215,11 @@ class RowRanks:
         real = self.real(len(index_NK))
         return None if real is None else real[:, None].expand_as(index_NK)
 
+    @property
+    def are_apart(self) -> bool:
+        """Whether data ranks have different numbers of batches now."""
+        return not self._together
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """A context in which data ranks have different numbers of batches: sums over all ranks are those over the ranks of a microbatch."""
