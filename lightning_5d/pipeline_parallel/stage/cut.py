@@ -17,6 +17,7 @@ from lightning_5d.pipeline_parallel.stage.first_run import FirstRun
 from lightning_5d.pipeline_parallel.stage.layout import StageLayout
 from lightning_5d.pipeline_parallel.stage.outline import Outline
 from lightning_5d.pipeline_parallel.stage.placeholders import accepting_empty
+from lightning_5d.pipeline_parallel.stage.recorded import install_hooks
 from lightning_5d.pipeline_parallel.stage.run import Run, StageBoundary
 from lightning_5d.pipeline_parallel.stage.stubs import stub
 
@@ -109,6 +110,7 @@ class Cut:
         self.close()
         if self.layout.stages == 1:
             return
+        install_hooks(self._module)
         real = {name: self._module.get_submodule(name) for name in self._held}
         if len(self.stages_here) > 1:
             self._home = self._scene(real)

@@ -13,6 +13,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_5d.pipeline_parallel.stage.dependence import Dependence
+from lightning_5d.pipeline_parallel.stage.recorded import logits_so_far
 from lightning_5d.pipeline_parallel.stage.run import Run, with_hidden
 from lightning_5d.pipeline_parallel.stage.side_paths import SidePaths
 
@@ -71,9 +72,8 @@ class FirstRun:
         if weight is not None:
             raise MisconfigurationException(
                 f"The loss depends on {weight} otherwise than through what the blocks return: by an attribute that a block sets, or by"
-                " something that a hook keeps, such as the logits of routers (output_router_logits=True). The last stage has it of its"
-                " own blocks alone. Let the blocks pass it on with the hidden state, leave it out of the loss, or train without"
-                " PipelineParallel."
+                " something that a hook keeps. The last stage has it of its own blocks alone. Let the blocks pass it on with the hidden state,"
+                " leave it out of the loss, or train without PipelineParallel."
             )
 
     def _entering(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -90,6 +90,7 @@ class FirstRun:
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._paths is not None:
             self._paths.leaving(output)
+            self._paths.handed_on(logits_so_far())
         if self._watch is not None:
             self._watch.resume()
 

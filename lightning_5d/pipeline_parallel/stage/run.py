@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_5d.pipeline_parallel.stage.dependence import Dependence
 from lightning_5d.pipeline_parallel.stage.layout import Place, StageLayout
 from lightning_5d.pipeline_parallel.stage.outline import Outline, TensorOutline, hollowed, outlined, tensors_of
+from lightning_5d.pipeline_parallel.stage.recorded import apart, keep, with_logits
 from lightning_5d.whole_length import marked_like
 
 
@@ -50,7 +51,8 @@ class Run:
         watch: Dependence | None = None,
     ) -> None:
         self.layout, self.stage = layout, stage
-        self.received, self.outline, self.watch = received, outline, watch
+        self.outline, self.watch = outline, watch
+        self.received, self._logits = apart(received)
         self.reached = self.stopped = False
         self.payload: Any = None
         self.calls: dict[str, list[Any]] = {}
@@ -75,6 +77,7 @@ class Run:
             self._refuse_second(index)
         if index == self._low - 1:
             self.reached = True
+            keep(lent(self._logits))
             return lent(self.received)
         # Only the last one's result is used. What the code around makes of the others' is lost, or can be seen to be wrong.
         if self._earlier is None:
@@ -159,7 +162,7 @@ class Run:
             )
         if self.order is not None and self.order != list(range(self._low, self._high)):
             self._refuse_order_of_blocks(self.order)
-        self.stopped, self.payload = True, payload
+        self.stopped, self.payload = True, with_logits(payload)
         raise StageBoundary
 
     def record(self, name: str, output: Any) -> None:

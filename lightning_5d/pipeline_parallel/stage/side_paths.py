@@ -21,6 +21,7 @@ class SidePaths:
         self._shared = frozenset(shared)
         self._weights: dict[int, tuple[Tensor, str]] = {}
         self._returned: set[Any] = set()
+        self._handed_on: set[Any] = set()
 
     def entering(self, name: str, block: nn.Module) -> None:
         """Comes before each block, when its weights are those that it computes with."""
@@ -32,10 +33,14 @@ class SidePaths:
         """Comes with what each block has returned; the last one's counts."""
         self._returned = {tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None}
 
+    def handed_on(self, tensors: Iterable[Tensor]) -> None:
+        """Comes with what stages hand on beside what blocks return: that of other stages is there, too."""
+        self._handed_on |= {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+
     def find(self, result: Any) -> str | None:
         """A weight of a block on which a result depends by a side path."""
         pending = [tensor.grad_fn for tensor in tensors_of(result) if tensor.grad_fn is not None]
-        seen: set[Any] = set(self._returned)
+        seen: set[Any] = self._returned | self._handed_on
         while pending:
             node: Any = pending.pop()
             if node in seen:

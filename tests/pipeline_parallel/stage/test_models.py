@@ -116,9 +116,34 @@ def test_a_model_that_checkpoints_by_itself_keeps_its_gradients(reentrant: bool)
     assert_same_gradients(module, rows(2), [(0, 3), (1, 2)])
 
 
-def test_a_loss_of_the_routers_of_all_blocks_is_refused() -> None:
-    module = CausalLM("Mixtral", output_router_logits=True)
-    with pytest.raises(
-        MisconfigurationException, match=r"layers\.\d\.mlp\.gate\.weight otherwise.*output_router_logits"
-    ):
-        Pipeline(module, [(0,), (1,)]).forward(rows(1)[0], 0)
+@pytest.mark.parametrize(
+    ("split", "ranks"),
+    [
+        ("even", [(0,), (1,)]),
+        ("even", [(0, 3), (1, 2)]),
+        ([2, 0, 2], [(0,), (1,), (2,)]),
+        ([0, 4], [(0,), (1,)]),
+        ([3, 1, 0], [(0, 2), (1,)]),
+    ],
+)
+def test_the_logits_of_routers_come_to_a_loss_behind_the_blocks(split: object, ranks: list[tuple[int, ...]]) -> None:
+    module = CausalLM("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    assert_same_gradients(module, [*rows(2), *rows(1, mask=True)], ranks, split=split)
+
+
+def test_another_loss_of_what_hooks_keep_of_blocks_is_refused() -> None:
+    class Penalised(CausalLM):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            kept: list[Tensor] = []
+            handles = [
+                layer.mlp.gate.register_forward_hook(lambda *call: kept.append(call[2][0].square().mean()))
+                for layer in self.model.model.layers
+                if hasattr(layer.mlp, "gate") and type(layer).__name__ == "MixtralDecoderLayer"
+            ]
+            loss = super().training_step(batch, batch_idx)
+            for handle in handles:
+                handle.remove()
+            return loss + sum(kept)
+
+    with pytest.raises(MisconfigurationException, match=r"layers\.\d\.mlp\.gate\.weight otherwise.*a hook keeps"):
+        Pipeline(Penalised("Mixtral"), [(0,), (1,)]).forward(rows(1)[0], 0)
