@@ -118,7 +118,8 @@ class Leaving:
         elif value.ndim == 0:
             fix = (
                 "Losses and means over tokens are right in training_step, where sequences are whole: return what they are made of, one entry per token."
-                " Losses inside of a model are right if labels are passed as labels or targets. Router losses: leave them out (output_router_logits=False)."
+                " Losses inside of a model are right if labels are passed as labels or targets. Router losses that"
+                " transformers' load_balancing_loss_func computes are right in FiveD; leave others out (output_router_logits=False)."
             )
         else:
             fix = "Return one entry per token (the hidden states), and pick or average tokens in training_step, where sequences are whole."

@@ -61,6 +61,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Causal language models whose experts are stacked, each with its config."""
 
+BALANCED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+"""Settings that add a balance loss, where a model has one."""
+SMALL: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "decoder_attention_heads": 2,
+}
+"""Settings of models of other kinds."""
+
 
 def model(kind: str, **changes: Any) -> nn.Module:
     """One of them; a call with labels gives its own loss."""

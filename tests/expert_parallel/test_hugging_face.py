@@ -1,8 +1,6 @@
 """Hugging Face's models of experts, as they come: what is recognised, what experts compute, and parity of two ranks with one process."""
 
 import copy
-import pickle
-import threading
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -19,14 +17,13 @@ from lightning_5d.expert_parallel.counted import Counted, Scope
 from lightning_5d.expert_parallel.dispatch import through_experts
 from lightning_5d.expert_parallel.exchange import TokenExchange, open_exchange
 from lightning_5d.expert_parallel.found import FoundExperts
-from lightning_5d.expert_parallel.router_losses import RouterLosses, balance_loss
+from lightning_5d.expert_parallel.router_losses import RouterLosses
 from lightning_5d.expert_parallel.survey import found_experts, near_misses
 from lightning_5d.replaced_forward import ReplacedForward
-from tests.expert_parallel.hugging_face_models import MODELS, model
+from tests.expert_parallel.hugging_face_models import BALANCED, MODELS, SMALL, model
 from tests.ranks.pool import RankPool
 
 STEPS, ROWS, TOKENS = 3, 4, 8
-BALANCED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 CONFIG: dict[str, Any] = {
@@ -127,14 +124,6 @@ def test_how_many_experts_a_token_goes_to_is_read_off_the_layer() -> None:
         assert layers, kind
         for layer in layers:
             assert (layer.count, layer.top_k) == (4, 1 if kind == "Zaya" else 2), (kind, settings)
-
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_attention_heads": 2,
-    "decoder_attention_heads": 2,
-}
 
 
 @pytest.mark.parametrize(
@@ -328,100 +317,3 @@ def test_models_on_two_ranks_train_as_in_one_process(ranks: RankPool) -> None:
     for differences in ranks(2, _two_ranks, timeout=60.0):
         assert list(differences) == list(MODELS)
         assert max(differences.values()) < 1e-5, differences
-
-
-def function_of(module: nn.Module) -> Any:
-    """The balance loss that a model's code finds."""
-    return import_module(type(module).__module__).load_balancing_loss_func
-
-
-class Asked(Counted):
-    """Keeps what it was asked for."""
-
-    def __init__(self) -> None:
-        self.scopes: list[Scope] = []
-
-    def sum(self, x: Tensor, scope: Scope) -> Tensor:
-        self.scopes.append(scope)
-        return x
-
-
-class Real(Counted):
-    """The last rows are padding."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def real(self, rows: int) -> Tensor:
-        return torch.arange(rows) < self.rows
-
-
-def test_a_balance_loss_in_one_process_is_the_models_own() -> None:
-    logits = tuple(torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
-    theirs = function_of(model("Mixtral"))
-    for given in (None, mask):
-        expected = theirs(logits, 4, 2, given)
-        torch.testing.assert_close(balance_loss(logits, 2, given, Counted()), expected)
-        torch.testing.assert_close(balance_loss(logits, 2, given, Real(99)), expected)
-    torch.testing.assert_close(balance_loss(logits, 2, None, Real(4)), theirs(logits, 4, 2, mask))
-    unreal = Real(3)
-    torch.testing.assert_close(balance_loss(logits, 2, mask, unreal), theirs(tuple(x[:3] for x in logits), 4, 2))
-
-
-def test_the_replaced_loss_is_seen_in_steps_of_the_model_alone() -> None:
-    module, other = model("Mixtral", **BALANCED), model("Mixtral", **BALANCED)
-    original, counted = function_of(module), Asked()
-    seen: list[Any] = []
-    losses = RouterLosses(module, counted)
-    assert (losses.models, losses.unknown) == (["MixtralForCausalLM"], [])
-    pickled = pickle.loads(pickle.dumps(module))
-    module.model.register_forward_hook(lambda *_: seen.append(function_of(module)))
-    ids = torch.arange(3, 11)[None]
-
-    def loss(one: nn.Module) -> float:
-        return float(one(input_ids=ids, labels=ids).aux_loss.detach())
-
-    alone = loss(other)
-    assert loss(module) == alone  # outside of a step
-    assert seen.pop() is original
-    with losses.step():
-        assert loss(module) == pytest.approx(alone)
-        assert counted.scopes == ["global", "microbatch"]
-        replaced = seen.pop()
-        assert replaced is not original
-        assert function_of(module) is original
-        assert loss(other) == alone
-        for copied in (copy.deepcopy(module), pickled):
-            assert loss(copied) == alone
-    elsewhere: list[Any] = []
-    thread = threading.Thread(target=lambda: elsewhere.append(replaced((torch.ones(2, 4),), 4, 2)))
-    thread.start()
-    thread.join(10)
-    assert elsewhere == [original((torch.ones(2, 4),), 4, 2)]
-    assert len(counted.scopes) == 2
-    losses.close()
-    assert "forward" not in vars(module)
-    with losses.step():
-        assert loss(module) == alone
-
-
-def test_a_failed_forward_leaves_the_models_own_loss_in_place() -> None:
-    module = model("Mixtral", **BALANCED)
-    original, losses = function_of(module), RouterLosses(module, Counted())
-    with losses.step(), pytest.raises(IndexError):
-        module(input_ids=torch.tensor([[999]]))
-    assert function_of(module) is original
-
-
-def test_another_formula_is_left_alone_and_named() -> None:
-    import transformers
-
-    with torch.device("meta"):
-        settings = {**SMALL, "vocab_size": 9, "d_model": 8, "num_layers": 2, "num_heads": 2, "num_experts": 2}
-        module = transformers.SwitchTransformersForConditionalGeneration(
-            transformers.SwitchTransformersConfig(**settings)
-        )
-    losses = RouterLosses(module, Counted())
-    assert (losses.models, losses.unknown) == ([], ["SwitchTransformersForConditionalGeneration"])
-    assert "forward" not in vars(module)
