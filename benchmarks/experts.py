@@ -1,6 +1,6 @@
 """Experts spread over two ranks beside the same experts whole on both, and grouped products beside a loop over experts.
 
-    python benchmarks/experts.py [--rounds 3] [--steps 5] [--only "experts;DDP"] [--tiny]
+    python benchmarks/experts.py [--rounds 3] [--steps 5] [--only "experts;DDP"] [--even] [--tiny]
     python benchmarks/experts.py --layer [--rounds 5]
 
 Two ranks of one thread on this machine, each with batches of its own; a decoder of which most of the work is in experts. Contestants take turns
@@ -8,6 +8,9 @@ within each round; a share is the median over rounds of a ratio within the round
 
 *experts whole*: an unchanged module in a Trainer, `FiveD(ZeRO(stage=1))`. *ep 2*: `FiveD(ExpertParallel(2), ZeRO(stage=1))`. *ep 2, messages*: the same
 through process groups in place of shared memory. *DDP, loop*: a bare loop with torch's DDP and the usual loop over experts, as Hugging Face has it.
+``--even``: tokens take experts in turn, whatever routers say. Else an untrained router decides, and all ranks wait for the busiest: its share of the rows of a
+layer, over the mean, is printed.
+
 ``--tiny``: so few and narrow tokens that what is left is Python; the difference of *ep 2* and *experts whole* is what the axis adds.
 
 Bytes of the all-to-all of a rank and step are printed beside ``4 * tokens * top_k * hidden * item`` for each layer: there and back, forward and backward.
@@ -24,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -54,6 +59,7 @@ class Size:
     rows: int = 4
     tokens: int = 256
     vocabulary: int = 512
+    even: bool = False
 
 
 SIZES = {"usual": Size(), "tiny": Size(width=32, inner=16, rows=1, tokens=8, vocabulary=16)}
@@ -77,8 +83,11 @@ class LoopedExperts(nn.Module):
 
 
 def decoder_of(size: Size, *, looped: bool = False) -> nn.Module:
+    from lightning_5d.expert_parallel import routing
     from lightning_5d.models.decoder import Decoder, DecoderConfig
 
+    if size.even:
+        routing.choose = partial(_in_turn, size.experts)  # type: ignore[assignment]
     torch.manual_seed(0)
     decoder = Decoder(
         DecoderConfig(
@@ -95,6 +104,10 @@ def decoder_of(size: Size, *, looped: bool = False) -> nn.Module:
     for layer in decoder.layers if looped else ():
         layer.mlp.experts = LoopedExperts(layer.mlp.experts)
     return decoder
+
+
+def _in_turn(experts: int, scores_NE: Tensor, bias_E: Tensor | None, top_k: int, *_: int) -> Tensor:
+    return torch.arange(len(scores_NE) * top_k).view(-1, top_k) % experts
 
 
 def _adamw(module: nn.Module) -> torch.optim.Optimizer:
@@ -123,10 +136,19 @@ def five_d(*, spread: bool, messages: bool = False) -> Callable[..., Any]:
                 return _adamw(self)
 
         class Sent(L.Callback):
+            def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+                for axis in trainer.strategy.parallelized:
+                    if hasattr(axis, "loads"):
+                        axis.loads.counting = True
+
             def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
                 exchanges = [getattr(axis, "_exchange", None) for axis in trainer.strategy.parallelized]
                 total = sum(each.traffic.bytes.get("all_to_all", 0) for each in exchanges if hasattr(each, "routes"))
-                sent.append(total / trainer.global_step)
+                loads = next(axis.loads for axis in trainer.strategy.parallelized if hasattr(axis, "loads"))
+                rows_T = loads.take(torch.device("cpu"))[0]
+                dist.all_reduce(rows_T)
+                rows_LR = rows_T.view(len(loads), RANKS, -1).sum(2).double()
+                sent[:] = [total / trainer.global_step, float((rows_LR.amax(1) / rows_LR.mean(1)).mean())]
 
         def fit(batches: list[tuple[Tensor, Tensor]], tick: Callable[[], None]) -> None:
             if messages:
@@ -169,7 +191,7 @@ CONTESTANTS: dict[str, Callable[..., Any]] = {
 
 
 def run_rank(rank: int, port: int, size: Size, name: str, steps: int, results: Any) -> None:
-    """One rank of one contestant in one round: puts (rank, seconds, processor seconds, bytes sent) of a step."""
+    """One rank of one contestant in one round: puts (rank, seconds, processor seconds, bytes sent, rows of the busiest rank over the mean) of a step."""
     generator = torch.Generator().manual_seed(rank)
     batches: list[Any] = [
         torch.randint(size.vocabulary, (2, size.rows, size.tokens), generator=generator).unbind()
@@ -185,19 +207,19 @@ def run_rank(rank: int, port: int, size: Size, name: str, steps: int, results: A
         WARM_UP,
         fits,
         results,
-        lambda: sent[-1] if sent else 0.0,
+        lambda: sent[0] if sent else 0.0,
+        lambda: sent[1] if sent else 1.0,
     )
 
 
 def compare(size: Size, names: list[str], rounds: int, steps: int) -> None:
     """Runs the rounds and prints the table."""
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+    times: dict[str, list[list[float]]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
             answers = answers_of(run_rank, size, name, steps)
-            wall, processor, sent = (statistics.mean(values) for values in list(zip(*answers, strict=True))[1:])
-            times[name].append((wall, processor, sent))
-            print(f"{name}: {wall * 1e3:.1f} ms", file=sys.stderr, flush=True)
+            times[name].append([statistics.mean(values) for values in list(zip(*answers, strict=True))[1:]])
+            print(f"{name}: {times[name][-1][0] * 1e3:.1f} ms", file=sys.stderr, flush=True)
     first = times[names[0]]
     tokens = size.rows * size.tokens
     expected = 4 * tokens * size.top_k * size.width * 4 * size.layers
@@ -210,7 +232,8 @@ def compare(size: Size, names: list[str], rounds: int, steps: int) -> None:
         if name == "ep 2":
             share = measured[-1][2] / expected
             judged = "" if size.width < 64 else f"; target {TARGET}: {'met' if wall >= TARGET else 'missed'}"
-            print(f"{'':18}bytes: {share:.6f} of 4 x tokens x top-k x hidden x item{judged}")
+            print(f"{'':18}bytes: {share:.6f} of 4 x tokens x top-k x hidden x item", end="; ")
+            print(f"the busiest rank has {measured[-1][3]:.3f} of the mean rows of a layer{judged}")
 
 
 def compare_layer(size: Size, rounds: int) -> None:
@@ -245,13 +268,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="timed steps in each round")
     parser.add_argument("--only", default="", help="names, or beginnings of names, separated by semicolons")
+    parser.add_argument("--even", action="store_true", help="tokens take experts in turn")
     parser.add_argument("--tiny", action="store_true", help="hardly any work, so that what is left is Python")
     parser.add_argument("--layer", action="store_true", help="grouped products beside the loop, one layer, one process")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--tokens", type=int, help="of a row")
     arguments = parser.parse_args()
     base = SIZES["tiny" if arguments.tiny else "usual"]
-    size = Size(**{**vars(base), "experts": arguments.experts, "tokens": arguments.tokens or base.tokens})
+    size = Size(
+        **{
+            **vars(base),
+            "experts": arguments.experts,
+            "tokens": arguments.tokens or base.tokens,
+            "even": arguments.even,
+        }
+    )
     if arguments.layer:
         compare_layer(size, arguments.rounds)
         return
