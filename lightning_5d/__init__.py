@@ -3,6 +3,7 @@
 from lightning_5d.activation_checkpointing import ActivationCheckpointing
 from lightning_5d.context_parallel.context import ContextParallel
 from lightning_5d.data_parallel.zero import ZeRO
+from lightning_5d.expert_parallel.expert import ExpertParallel
 from lightning_5d.loss_scaling import LossScaling
 from lightning_5d.parallelism import Parallelism, Problem, RunContext
 from lightning_5d.pipeline_parallel.pipeline import PipelineParallel
@@ -16,6 +17,7 @@ from lightning_5d.tensor_parallel.tensor import TensorParallel
 __all__ = [
     "ActivationCheckpointing",
     "ContextParallel",
+    "ExpertParallel",
     "FiveD",
     "FiveDPrecision",
     "LossScaling",

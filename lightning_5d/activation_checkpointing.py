@@ -22,10 +22,12 @@ from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized, Problem,
 from lightning_5d.plan import ParallelPlan, find_plan
 from lightning_5d.recomputation import KEEP_INPUTS, CheckpointedForward, Context, Keeping, Rerun
 from lightning_5d.recompute_contexts import RecomputeContexts
-from lightning_5d.saved_activations import measure
+from lightning_5d.saved_activations import Agree, Measured, first_of, measure
 from lightning_5d.saved_operations import DEFAULT, GROUPS, ChosenOperations, SavedOperations, operations, unknown
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from lightning_5d.mesh import ParallelMesh
 
 MODES = ("full", "selective", "budget")
@@ -136,6 +138,7 @@ class Checkpointed(Parallelized):
         self.budget = MemoryBudget(float(options.memory_budget or 0.0)) if options.mode == "budget" else None
         self._told = False
         self._contexts = RecomputeContexts()
+        self._together: list[dist.ProcessGroup] = []
         self._forwards: list[CheckpointedForward] = []
         for name in self.names:
             unit = module.get_submodule(name)
@@ -144,7 +147,7 @@ class Checkpointed(Parallelized):
                 keeping = BudgetKeeping(unit, self.budget)
             elif options.mode == "selective":
                 keeping = SelectiveKeeping(unit, SavedOperations(options.save or DEFAULT))
-            forward = CheckpointedForward(unit, keeping, self._around)
+            forward = CheckpointedForward(unit, keeping, self._around, self._agree)
             unit.__dict__["forward"] = forward
             self._forwards.append(forward)
         configs: Iterator[Any] = (getattr(inner, "config", None) for inner in module.modules())
@@ -170,6 +173,8 @@ class Checkpointed(Parallelized):
     @override
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
         self._contexts = RecomputeContexts([axis for axis in axes if axis is not self])
+        together = [axis.recomputing_together() for axis in axes]
+        self._together = [group for group in together if group is not None]
 
     @override
     def after_backward(self) -> None:
@@ -192,11 +197,14 @@ class Checkpointed(Parallelized):
     def _around(self) -> Context:
         return self._contexts.now()
 
+    def _agree(self, measured: Measured) -> Measured:
+        return first_of(self._together, measured)
+
 
 class InputKeeping:
     """Inputs only: the mode ``"full"``."""
 
-    def policy(self, rerun: Rerun) -> Any:
+    def policy(self, rerun: Rerun, agree: Agree) -> Any:
         """The policy for one call."""
         return KEEP_INPUTS
 
@@ -216,12 +224,12 @@ class SelectiveKeeping:
         self._module, self._saved = module, saved
         self._keys: frozenset[tuple[str, int]] | None = None
 
-    def policy(self, rerun: Rerun) -> Any:
+    def policy(self, rerun: Rerun, agree: Agree) -> Any:
         """The policy for one call."""
         if self._keys is None:
             chosen = {str(operation) for operation in operations(self._saved.names)}
             with rerun() as (run, inputs):
-                found = measure(run, inputs, self._module).operations
+                found = agree(measure(run, inputs, self._module)).operations
             self._keys = frozenset(operation.key for operation in found if operation.key[0] in chosen)
         return ChosenOperations(self._keys) if self._keys else KEEP_INPUTS
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from lightning_5d.recomputation import KEEP_ALL, KEEP_INPUTS, Rerun
-from lightning_5d.saved_activations import Measured, measure
+from lightning_5d.saved_activations import Agree, Measured, measure
 from lightning_5d.saved_operations import ChosenOperations
 
 _STEPS = 1000
@@ -71,11 +71,11 @@ class BudgetKeeping:
         self.module, self.budget = module, budget
         self.choice: Choice | None = None
 
-    def policy(self, rerun: Rerun) -> Any:
+    def policy(self, rerun: Rerun, agree: Agree) -> Any:
         """The policy of the choice that was made in the first call."""
         if self.choice is None:
             with rerun() as (run, inputs):
-                self.choice = self.budget.spend(measure(run, inputs, self.module))
+                self.choice = self.budget.spend(agree(measure(run, inputs, self.module)))
         return self.choice.policy()
 
     def traced(self) -> Any:

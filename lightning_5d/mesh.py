@@ -119,8 +119,10 @@ class ExpertView:
 
     def covers(self, mesh: DeviceMesh) -> bool:
         """Whether a mesh is a part of this arrangement."""
-        # Private; checked with torch 2.13.
-        return mesh._get_root_mesh() is self.device_mesh
+        # Not by its root: torch (checked with 2.13) remembers operations by the meshes of tensors, and then gives an equal mesh of an
+        # earlier arrangement.
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
+        return sizes.get("ep") == self.size and sizes.get("etp", 1) == self.tensor
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,17 @@ class ParallelMesh:
     def line(self, axis: str) -> dist.ProcessGroup:
         """The same as `group`, and where the axis has size one a group of this rank alone."""
         return self.group(axis) if axis in self.names else self._alone
+
+    def across(self, *axes: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one along these axes alone, in mesh order; all ranks ask for it together the first time.
+
+        Raises:
+            ValueError: If they have size one together: there is no such group.
+        """
+        present = tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)
+        if len(present) < 2:
+            return self.group(present[0] if present else axes[0])
+        return self.device_mesh[present]._flatten("_".join(present)).get_group()
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """The mesh of those of `axes` that are larger than one, or of ``dp_shard`` where none is."""

@@ -26,9 +26,12 @@ def keeps_full_precision(module: nn.Module) -> bool:
     """Whether a module's own weights stay in fp32.
 
     Normalization with running statistics, which are fp32: PyTorch's kernels take 16-bit inputs there, but weights of the
-    statistics' dtype only. And what a parametrization (spectral norm, weight norm) makes a weight of.
+    statistics' dtype only. And what a parametrization (spectral norm, weight norm) makes a weight of. And modules that say so
+    themselves, by an attribute ``full_precision``, as routers do: they take inputs of any dtype.
     """
-    return isinstance(module, nn.modules.batchnorm._NormBase | ParametrizationList)
+    return isinstance(module, nn.modules.batchnorm._NormBase | ParametrizationList) or (
+        getattr(module, "full_precision", False) is True
+    )
 
 
 class ModuleCasting:
@@ -88,7 +91,8 @@ class ModuleCasting:
         return _apply_to_tensors(self._narrow, args), _apply_to_tensors(self._narrow, kwargs)
 
     def _narrow(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        # A number on its own is no activation: it may be a loss that is handed on from block to block, and makes nothing it meets wider.
+        return tensor.to(self._dtype) if tensor.is_floating_point() and tensor.ndim else tensor
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _enter(self, module: nn.Module, args: Any) -> None:

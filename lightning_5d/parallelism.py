@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from lightning_5d.checkpoint.stages import Stages
     from lightning_5d.mesh import ParallelMesh
     from lightning_5d.plan import ParallelPlan
@@ -178,6 +180,14 @@ class Parallelized:
         """
         return self.step_context
 
+    def recomputing_together(self) -> dist.ProcessGroup | None:
+        """Ranks that wait for each other inside of modules where they may have tensors of other sizes; ``None`` if there are none.
+
+        What of a module is kept, and what backward runs again, is decided by one of them for all: a rank that sends something once more
+        while another does not would wait for ever.
+        """
+        return None
+
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of a user's step function; an axis that has to do something around it overrides this."""
         return step(*args, **kwargs)
@@ -266,6 +276,14 @@ class Parallelized:
             rank's gradient does not count at all: one of two stages that own a tied weight says so, and only one.
         """
         return ()
+
+    def holders_of(self, parameter: Tensor) -> dist.ProcessGroup | None:
+        """The ranks, this one included, that hold the same parameter and use it for different parts of the same batch; ``None`` if alone.
+
+        Ranks along axes that cut the batch itself, or sequences, are not meant: two stages that own a tied weight are, and the two ranks
+        that hold a stage in a pipeline of two directions. What counts tokens where the parameter is, over a step, adds up over them, too.
+        """
+        return None
 
     def optimizer_context(self) -> AbstractContextManager[None]:
         """A context around the user's `configure_optimizers`."""

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_5d.replaced_forward import ReplacedForward
+from lightning_5d.saved_activations import Agree, Measured
 
 Context = Callable[[], AbstractContextManager[Any]]
 Rerun = Callable[[], AbstractContextManager[tuple[Callable[[], Any], list[Tensor]]]]
@@ -31,11 +32,12 @@ Rerun = Callable[[], AbstractContextManager[tuple[Callable[[], Any], list[Tensor
 class Keeping(Protocol):
     """Decides what a checkpointed module keeps besides its inputs."""
 
-    def policy(self, rerun: Rerun) -> Any:
+    def policy(self, rerun: Rerun, agree: Agree) -> Any:
         """The policy for one call; `KEEP_INPUTS` for none, `KEEP_ALL` to leave the module as it is.
 
         Args:
             rerun: A context that gives a function which runs the module without a trace, and the inputs it runs on.
+            agree: Makes what was measured the same on ranks that have to decide alike.
         """
 
     def traced(self) -> Any:
@@ -56,11 +58,12 @@ class CheckpointedForward(ReplacedForward):
         module: The module.
         keeping: What is kept besides inputs.
         around: Gives, before a first run, what later ones have to run in.
+        agree: See `Keeping.policy`.
     """
 
-    def __init__(self, module: nn.Module, keeping: Keeping, around: Callable[[], Context]) -> None:
+    def __init__(self, module: nn.Module, keeping: Keeping, around: Callable[[], Context], agree: Agree) -> None:
         super().__init__(module)
-        self.keeping, self.around = keeping, around
+        self.keeping, self.around, self.agree = keeping, around, agree
         self.written = Written(module)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,7 +71,7 @@ class CheckpointedForward(ReplacedForward):
         return {"module": self.module, "keeping": self.keeping, "previous": self.previous}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, around=_nothing, written=Written(state["module"]))
+        self.__dict__.update(state, around=_nothing, agree=_alone, written=Written(state["module"]))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module, to be run again when a backward needs it."""
@@ -79,7 +82,7 @@ class CheckpointedForward(ReplacedForward):
         call = Call(self, args, kwargs)
         if not any(tensor.requires_grad for tensor in chain(call.tensors, self.module.parameters())):
             return self.original(*args, **kwargs)
-        policy = self.keeping.policy(call.rerun)
+        policy = self.keeping.policy(call.rerun, self.agree)
         if policy is KEEP_ALL:
             return self.original(*args, **kwargs)
         # Tensors go in one by one: torch then notices if somebody writes to one before backward.
@@ -190,6 +193,10 @@ class Surroundings:
 
 def _nothing() -> Context:
     return nullcontext
+
+
+def _alone(measured: Measured) -> Measured:
+    return measured
 
 
 @contextmanager

@@ -37,6 +37,14 @@ class ReplacedForward:
         found: Callable[..., Any] = self.previous or type(self.module).forward.__get__(self.module)
         return found
 
+    def take_off(self) -> None:
+        """Gives the module the forward that it had before, unless somebody else has put one around this one."""
+        if self.module.__dict__.get("forward") is not self:
+            return
+        del self.module.__dict__["forward"]
+        if self.previous is not None:
+            self.module.__dict__["forward"] = self.previous
+
 
 class AroundForward(ReplacedForward):
     """One that runs the original with something around it, and is copied together with its module."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -48,6 +49,19 @@ class Measured:
     saved: int
     inputs: int
     operations: tuple[Operation, ...]
+
+
+Agree = Callable[[Measured], Measured]
+"""Gives the same measurement on all ranks that have to decide alike."""
+
+
+def first_of(groups: Sequence[dist.ProcessGroup], measured: Measured) -> Measured:
+    """What the first rank of each group has measured; all of them call it together."""
+    for group in groups:
+        said = [measured]
+        dist.broadcast_object_list(said, group=group, group_src=0)
+        measured = said[0]
+    return measured
 
 
 def measure(run: Callable[[], Any], inputs: Sequence[Tensor], module: nn.Module) -> Measured:

@@ -29,6 +29,7 @@ from lightning_5d.batches import even_loader
 from lightning_5d.checkpoint.full_state import contains_sharded
 from lightning_5d.communication import point_metrics_to
 from lightning_5d.data_parallel.zero import ZeRO
+from lightning_5d.expert_parallel.expert import ExpertParallel
 from lightning_5d.initialization import materialize, meta_tensors, synchronize_values
 from lightning_5d.logs import attach as attach_logs
 from lightning_5d.mesh import DATA_AXES, ParallelMesh, resolve_sizes
@@ -115,6 +116,9 @@ class FiveD(ParallelSteps):
         if not any(plugin.axis == ZeRO.axis for plugin in plugins):
             plugins = (*plugins, ZeRO(stage=0))
         self.plugins: tuple[Parallelism, ...] = tuple(sorted(plugins, key=lambda plugin: plugin.order))
+        # Not asked for, so nobody is told of it: what experts of several ranks have in common is needed wherever they are.
+        unasked = () if any(plugin.axis == ExpertParallel.axis for plugin in plugins) else (ExpertParallel(1),)
+        self._all_plugins = tuple(sorted((*self.plugins, *unasked), key=lambda plugin: plugin.order))
         self.num_nodes = 1
         self._timeout = _DEFAULT_TIMEOUT if seconds is None else timedelta(seconds=seconds)
         self._process_group_backend = process_group_backend
@@ -353,7 +357,7 @@ class FiveD(ParallelSteps):
             WholeSummaries(module, _callbacks(module.trainer)) if self.mesh.replica_group is not None else None
         )
         precision.cast_activations(module, [module.get_submodule(name) for name in plan.block_names(module)])
-        plugins = [plugin.surveyed(module, plan) for plugin in self.plugins]
+        plugins = [plugin.surveyed(module, plan) for plugin in self._all_plugins]
         self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in plugins]
         for applied in reversed(self.parallelized):
             applied.all_at_work(self.parallelized)
@@ -388,8 +392,10 @@ class FiveD(ParallelSteps):
         that their places say so. No communication: each rank may call it by itself, and describes itself.
         """
         lines = [f"Mesh: {self._mesh.describe() if self._mesh is not None else 'none yet, processes have not started'}"]
-        applied: Sequence[Parallelized | None] = self.parallelized or [None] * len(self.plugins)
-        for plugin, at_work in zip(self.plugins, applied, strict=True):
+        applied: Sequence[Parallelized | None] = self.parallelized or [None] * len(self._all_plugins)
+        for plugin, at_work in zip(self._all_plugins, applied, strict=True):
+            if plugin not in self.plugins:
+                continue
             lines += ["", f"{plugin.axis}: {plugin.short()}"]
             if at_work is None:
                 lines[-1] += ", not at work yet"

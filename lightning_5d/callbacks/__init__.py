@@ -1,5 +1,6 @@
 """Callbacks for training runs; each works under any strategy."""
 
+from lightning_5d.callbacks.expert_load import ExpertLoad
 from lightning_5d.callbacks.gradient_clipping import GradientClipping
 from lightning_5d.callbacks.loss_plot import LossPlot
 from lightning_5d.callbacks.loss_scale_monitor import LossScaleMonitor
@@ -10,6 +11,7 @@ from lightning_5d.callbacks.text_sample import TextSample
 from lightning_5d.callbacks.throughput import Throughput
 
 __all__ = [
+    "ExpertLoad",
     "GradientClipping",
     "LossPlot",
     "LossScaleMonitor",

@@ -19,10 +19,10 @@ def of_transport(transport: Transport) -> Iterator[tuple[str, Tensor]]:
 
 
 def of_exchange(exchange: Exchange) -> Iterator[tuple[str, Tensor]]:
-    """The same of both transports, and the memory in which reduced gradients lie."""
+    """The same of all transports, and the memory in which reduced gradients lie."""
     yield from ((COMMUNICATION, tensor) for tensor in exchange.results.views())
-    for transport in (exchange.shard, exchange.replicate):
-        if transport is not None:
+    for peers in exchange.peers:
+        for transport in peers.transports:
             yield from of_transport(transport)
 
 

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_5d.data_parallel import account
-from lightning_5d.data_parallel.agreement import Agreement
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.options import ShardOptions
 from lightning_5d.data_parallel.param_group import RecordingParamGroup, adopt
 from lightning_5d.data_parallel.parts import Owners
+from lightning_5d.data_parallel.peers import Peers
 from lightning_5d.data_parallel.reducer import GradientReducer
 from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.shown_gradients import ShownGradients
@@ -158,24 +157,31 @@ class ShardedEngine(Engine):
         self,
         module: nn.Module,
         options: ShardOptions,
-        states: Sequence[Any],
-        meshes: Sequence[DeviceMesh],
+        states: Sequence[tuple[Any, Peers]],
         exchange: Exchange | None,
         scalars: ScalarParams | None,
     ) -> None:
         super().__init__(module, options)
-        self._states, self._meshes, self._exchange, self._scalars = states, meshes, exchange, scalars
+        self._states, self._exchange, self._scalars = [state for state, _ in states], exchange, scalars
         if exchange is not None:
             self.traffic = exchange.traffic
-        transports = [] if exchange is None else [t for t in (exchange.shard, exchange.replicate) if t is not None]
-        self._root = states[0]
-        self._agreement = Agreement(transports, [mesh.get_group() for mesh in meshes])
-        self.groups: list[RecordingParamGroup] = [group for state in states for group in adopt(state, exchange)]
+        self._root, self._peers = states[0]
+        self.groups: list[RecordingParamGroup] = []
+        # By the ranks they are spread over, the data ranks first.
+        self._groups_of: list[tuple[Peers, list[RecordingParamGroup]]] = [(self._peers, [])]
+        for state, peers in states:
+            groups = adopt(state, peers, exchange)
+            self.groups += groups
+            known = next((mine for each, mine in self._groups_of if each is peers), None)
+            if known is None:
+                self._groups_of.append((peers, groups))
+            else:
+                known += groups
         self._last = self._complete = True
         self._depth = 0
         self._held = False
         self.shown = ShownGradients(self.groups, scalars)
-        for state in states[1:]:
+        for state in self._states[1:]:
             # A block that is called before the root must not become a root of its own.
             state._lazy_init = self._root._lazy_init
         self._wrap_root_hooks()
@@ -208,10 +214,7 @@ class ShardedEngine(Engine):
         for group in self.groups:
             if group.has_gradients():  # of modules called outside the root
                 group.post_backward()
-        used = self._agree_on_use()
-        if self._exchange is not None:
-            self._exchange.pending.finish()
-        for group, used_somewhere in zip(self.groups, used, strict=True):
+        for group, used_somewhere in self._finish_reductions():
             group.forget_unused(used_somewhere)
         self.reshard()
         self._complete = True
@@ -264,8 +267,8 @@ class ShardedEngine(Engine):
             handle.remove()
         self._reshard()
         if self._exchange is not None:
-            for transport in (self._exchange.shard, self._exchange.replicate):
-                if transport is not None:
+            for peers in self._exchange.peers:
+                for transport in peers.transports:
                     transport.close()
 
     def _initialize(self) -> None:
@@ -379,19 +382,33 @@ class ShardedEngine(Engine):
         if self._scalars is not None:
             self._scalars.to_sharded()
 
-    def _agree_on_use(self) -> list[set[int]]:
-        """Which parameters of each group any rank used; also joins reductions that only other ranks have started."""
-        flags: list[int] = []
-        for group in self.groups:
-            flags += [int(index in group.used) for index in range(len(group.fsdp_params))]
-            flags.append(group.reductions)
+    def _finish_reductions(self) -> list[tuple[RecordingParamGroup, set[int]]]:
+        """Ends all reductions together with the other ranks, and says which parameters of each group any of them used.
+
+        Also those that only other ranks have started.
+        """
+        flags = [
+            [int(index in group.used) for index in range(len(group.fsdp_params))] + [group.reductions]
+            for _, groups in self._groups_of
+            for group in groups
+        ]
+        flags.append([] if self._scalars is None else [int(is_used) for is_used in self._scalars.used()])
+        # All data ranks agree on groups that are spread over others, too: whether a weight has a gradient, it has on each of its
+        # ranks. Those others know best how often a group was reduced among them, and come last.
+        values = iter(self._peers.agreement.maximum([flag for each in flags for flag in each]))
+        agreed = iter([[next(values) for _ in each] for each in flags])
+        found = []
+        for peers, groups in self._groups_of:
+            of_groups = [next(agreed) for _ in groups]
+            if peers is not self._peers:
+                values = iter(peers.agreement.maximum([flag for each in of_groups for flag in each]))
+                of_groups = [[next(values) for _ in each] for each in of_groups]
+            for group, (*used, reductions) in zip(groups, of_groups, strict=True):
+                group.join_reductions(reductions)
+                found.append((group, {index for index, is_used in enumerate(used) if is_used}))
         if self._scalars is not None:
-            flags += [int(is_used) for is_used in self._scalars.used()]
-        values = iter(self._agreement.maximum(flags))
-        used = []
-        for group in self.groups:
-            used.append({index for index in range(len(group.fsdp_params)) if next(values)})
-            group.join_reductions(next(values))
-        if self._scalars is not None:
-            self._scalars.reduce([bool(value) for value in values], self._meshes)
-        return used
+            self._scalars.reduce([bool(value) for value in next(agreed)], self._peers.axes)
+        # Of one set of ranks after the other, in one order everywhere, when all have started theirs.
+        for peers, _ in self._groups_of:
+            peers.pending.finish()
+        return found

@@ -10,8 +10,10 @@ between the two. What is used is sent one group ahead; what was passed over is s
 that never came is walked before anything else is sent.
 
 Nobody waits in a circle: a rank waits for a group only after it has sent it and all before it, so the rank that is
-furthest behind finds all that it waits for. What comes after a group's only turn in a walk (a block called twice in one
-forward) is gathered on its own, and then all ranks must do so.
+furthest behind finds all that it waits for. That holds because there is one walk over all groups, also where some are spread
+over other ranks than the rest: with a walk for each, two ranks could wait for each other's next group of the other walk.
+What comes after a group's only turn in a walk (a block called twice in one forward) is gathered on its own, and then all
+ranks must do so.
 """
 
 from __future__ import annotations
@@ -23,9 +25,8 @@ from typing import Protocol
 import torch
 
 from lightning_5d.data_parallel.buffers import BufferPool
-from lightning_5d.data_parallel.reduction import PendingReductions
+from lightning_5d.data_parallel.peers import Peers
 from lightning_5d.data_parallel.traffic import Traffic
-from lightning_5d.data_parallel.transport import Transport
 
 
 class Gathered(Protocol):
@@ -97,18 +98,17 @@ class Walk:
 
 @dataclass
 class Exchange:
-    """What the parameter groups of one engine share. A transport is None where its group is one rank.
+    """What the parameter groups of one engine share.
 
     Attributes:
+        peers: The ranks that groups are spread over; not the same for all of them.
         keep_unsharded: Stages 0 to 2: all groups are gathered before the forward, in one go, and stay whole.
         reuse: What was gathered last is still good if the shards have not been written to.
         whole: Every rank holds everything, for as long as the caller says; nothing is sent.
     """
 
-    shard: Transport | None
-    replicate: Transport | None
+    peers: Sequence[Peers]
     traffic: Traffic
-    pending: PendingReductions = field(default_factory=PendingReductions)
     results: BufferPool = field(default_factory=BufferPool)
     keep_unsharded: bool = False
     reuse: bool = False
@@ -120,7 +120,7 @@ class Exchange:
 
     @property
     def _walks(self) -> bool:
-        return self.shard is not None and not self.keep_unsharded and not self.whole
+        return not self.keep_unsharded and not self.whole and any(peers.shard is not None for peers in self.peers)
 
     def begin_forward(self) -> None:
         """A forward of the root begins."""

@@ -7,7 +7,7 @@ from where it arrives straight into the parameters, and a reduction is only star
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from lightning_5d.data_parallel.param import (
     take_gradient,
     widen_gradient,
 )
+from lightning_5d.data_parallel.peers import Peers
 from lightning_5d.data_parallel.reduction import GradientReduction, allocate_padded
 from lightning_5d.data_parallel.transport import Arrival
 
@@ -181,6 +182,7 @@ class ExchangingParamGroup(RecordingParamGroup):
     """A parameter group that gathers and reduces through an :class:`Exchange`."""
 
     exchange: Exchange
+    peers: Peers
     index: int
     uses: int
     _arrival: Arrival | None
@@ -199,7 +201,7 @@ class ExchangingParamGroup(RecordingParamGroup):
     # Gathering #
     @override
     def unshard(self, async_op: bool = False) -> None:
-        if self.exchange.shard is None:
+        if self.peers.shard is None:
             super().unshard(False)
             return
         if self._arrival is not None or self.is_unsharded:
@@ -215,15 +217,15 @@ class ExchangingParamGroup(RecordingParamGroup):
 
     def send(self) -> None:
         """Starts a gather, whatever this rank holds."""
-        if self.exchange.shard is None:
+        if self.peers.shard is None:
             return
         layout = self._shard_layout()
         with torch.inference_mode(False), torch.no_grad():
-            buffer = self.exchange.shard.allocate(layout.nbytes, torch.uint8)
+            buffer = self.peers.shard.allocate(layout.nbytes, torch.uint8)
             # In the order and dtype of FSDP2's `all_gather_inputs`, which only a sharded group may be asked for.
             torch._foreach_copy_(layout.views(buffer), [param._sharded_param_data for param in self.fsdp_params])
-            self._arrival = self.exchange.shard.share(buffer, 2 * self.index)
-        self.exchange.traffic.add("all_gather", layout.payload * self.exchange.shard.size)
+            self._arrival = self.peers.shard.share(buffer, 2 * self.index)
+        self.exchange.traffic.add("all_gather", layout.payload * self.peers.shard.size)
 
     def _shard_layout(self) -> Layout:
         if self._layout is None:
@@ -233,7 +235,7 @@ class ExchangingParamGroup(RecordingParamGroup):
 
     @override
     def wait_for_unshard(self) -> None:
-        if self.exchange.shard is None:
+        if self.peers.shard is None:
             if self._all_gather_result is not None and all(map(can_lend, self.fsdp_params)):
                 with torch.inference_mode(False), torch.no_grad():
                     for param in self.fsdp_params:
@@ -248,7 +250,7 @@ class ExchangingParamGroup(RecordingParamGroup):
             self.discard_arrival()
             return
         with torch.inference_mode(False), torch.no_grad():
-            parts, layout, transport = self._arrival.wait(), self._shard_layout(), self.exchange.shard
+            parts, layout, transport = self._arrival.wait(), self._shard_layout(), self.peers.shard
             if not self._targets:
                 self._make_targets(transport.size, transport.rank)
             for param in self.fsdp_params:
@@ -402,23 +404,23 @@ class ExchangingParamGroup(RecordingParamGroup):
     def _start_reduction(
         self, params: list[FSDPParam], grads: list[torch.Tensor], reduce_dtype: torch.dtype, position: int
     ) -> None:
-        exchange = self.exchange
-        alone = exchange.shard is None and exchange.replicate is None and self._divide_by() == 1.0
+        exchange, peers = self.exchange, self.peers
+        alone = peers.shard is None and peers.replicate is None and peers.divide_by == 1
         if alone and all(grad.dtype == param.orig_dtype for grad, param in zip(grads, params, strict=True)):
             hand_over(params, grads)
             return
-        ranks = exchange.shard.size if exchange.shard is not None else 1
+        ranks = peers.shard.size if peers.shard is not None else 1
         shard_numels = [-(-grad.shape[0] // ranks) * (grad.numel() // grad.shape[0]) for grad in grads]
         numel = ranks * sum(shard_numels)
         own = None
-        if exchange.shard is not None:
+        if peers.shard is not None:
             # Only what the other ranks read goes through the transport; the sum takes the place of what stays.
             own = exchange.results.take(numel // ranks, reduce_dtype)
-            buffer = exchange.shard.allocate(numel - numel // ranks, reduce_dtype)
+            buffer = peers.shard.allocate(numel - numel // ranks, reduce_dtype)
             targets = list(buffer.chunk(ranks - 1))
-            targets.insert(exchange.shard.rank, own)
-        elif exchange.replicate is not None:
-            buffer = allocate_padded(exchange.replicate, numel, reduce_dtype)
+            targets.insert(peers.shard.rank, own)
+        elif peers.replicate is not None:
+            buffer = allocate_padded(peers.replicate, numel, reduce_dtype)
             targets = [buffer[:numel]]
         else:
             buffer = torch.empty(numel, dtype=reduce_dtype)
@@ -428,28 +430,20 @@ class ExchangingParamGroup(RecordingParamGroup):
         def take_in(result: torch.Tensor) -> None:
             deliver(params, result, shard_numels)
 
-        if exchange.shard is not None:
+        if peers.shard is not None:
             exchange.traffic.add("reduce_scatter", numel * reduce_dtype.itemsize)
-        if exchange.replicate is not None:
+        if peers.replicate is not None:
             exchange.traffic.add("all_reduce", numel // ranks * reduce_dtype.itemsize)
         # A group with parameters of several dtypes makes several reductions; a few tags are set aside for them.
-        tag = self.index * 8 + position
+        tag, divide_by = self.index * 8 + position, float(peers.divide_by)
         reduction = GradientReduction(
-            buffer, own, exchange.shard, exchange.replicate, 2 * tag + 1, self._divide_by(), take_in, exchange.results
+            buffer, own, peers.shard, peers.replicate, 2 * tag + 1, divide_by, take_in, exchange.results
         )
-        exchange.pending.add(
-            reduction, can_poll=all(t.can_poll for t in (exchange.shard, exchange.replicate) if t is not None)
-        )
-
-    def _divide_by(self) -> float:
-        if self.gradient_divide_factor is not None:
-            return float(self.gradient_divide_factor)
-        sizes = [t.size for t in (self.exchange.shard, self.exchange.replicate) if t is not None]
-        return float(sizes[0] * (sizes[1] if len(sizes) > 1 else 1)) if sizes else 1.0
+        peers.pending.add(reduction, can_poll=peers.can_poll)
 
 
-def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGroup]:
-    """Makes the parameter groups of one FSDP2 state ours; with an ``exchange`` they gather and reduce through it.
+def adopt(state: FSDPState, peers: Peers, exchange: Exchange | None) -> list[RecordingParamGroup]:
+    """Makes the parameter groups of one FSDP2 state ours; with an ``exchange`` they gather and reduce among ``peers`` through it.
 
     States must be adopted in the order of their forward, the root first. Groups whose tensors bring their own gather
     (``fsdp_pre_all_gather``, as in float8 training) keep FSDP2's collectives.
@@ -466,9 +460,13 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
         if exchange is None or own_gather:
             group.__class__ = RecordingParamGroup
             group.reduce_scatter_unused_params = True
+            if peers.divide_by != peers.count:
+                # In the place of an all-reduce of the user's, right after the mean over its ranks. Its `gradient_divide_factor`
+                # divides twice where it adds up in fp16 over one rank, or replicates.
+                group._all_reduce_hook = _scaling(peers.count / peers.divide_by)
             continue
         group.__class__ = ExchangingParamGroup
-        group.exchange, group.index = exchange, len(exchange.groups)
+        group.exchange, group.peers, group.index = exchange, peers, len(exchange.groups)
         group._arrival = group._gathered = group._layout = None
         group._targets = []
         group.uses = 0
@@ -478,6 +476,13 @@ def adopt(state: FSDPState, exchange: Exchange | None) -> list[RecordingParamGro
                 # Stages 0 to 2 hold all parameters all along; keeping the memory spares fresh pages every step.
                 param.free_unsharded_param = keep
     return list(groups)
+
+
+def _scaling(factor: float) -> Callable[[torch.Tensor], None]:
+    def scale(reduced: torch.Tensor) -> None:
+        reduced.mul_(factor)
+
+    return scale
 
 
 def state_of(module: nn.Module) -> FSDPState:

@@ -154,6 +154,8 @@ class GradientReduction:
 
     def _start_all_reduce(self, buffer: torch.Tensor) -> None:
         if self._replicate is None:
+            if self._divide_by != 1.0:
+                sum_in_rank_order([buffer], buffer, self._divide_by)
             self._result = buffer
             return
         self._result = self._results.take(buffer.numel(), buffer.dtype)

@@ -116,7 +116,8 @@ class SchedulingEngine(ShardedEngine):
         if exchange is not None:
             exchange.reuse = False
             # A part's groups start together, and waiting for the slowest data rank there would hold up other stages.
-            exchange.pending.in_flight = len(self.groups)
+            for peers in exchange.peers:
+                peers.pending.in_flight = len(self.groups)
         # The same on accelerators: checked with torch 2.13, where 1 lets compute wait for each reduction before the next.
         self._root._comm_ctx.reduce_scatter_max_input_buffers = max(len(self.groups), 1)
         for group in self.groups:
@@ -132,9 +133,7 @@ class SchedulingEngine(ShardedEngine):
             self.wait()
             return
         if self._reduces:
-            self._agree_on_use()
-            if self._exchange is not None:
-                self._exchange.pending.finish()
+            self._finish_reductions()
         else:
             for group in self.groups:
                 group.suspend_gradients()
@@ -146,8 +145,8 @@ class SchedulingEngine(ShardedEngine):
     def _abandon(self) -> None:
         """Ends a schedule that has failed, without waiting for anyone: its gradients are lost."""
         self._restore_limits()
-        if self._exchange is not None:
-            self._exchange.pending.drop()
+        for peers, _ in self._groups_of:
+            peers.pending.drop()
         for group in self.groups:
             group.drop_gradients()
         if self._scalars is not None:
@@ -162,15 +161,12 @@ class SchedulingEngine(ShardedEngine):
         if self._failed:
             # Ranks had started other reductions when they failed: those are ended together before anything else begins.
             self._failed = False
-            self._agree_on_use()
-            if self._exchange is not None:
-                self._exchange.pending.finish()
-            for group in self.groups:
+            for group, _ in self._finish_reductions():
                 group.forget_unused(set())
 
     def _restore_limits(self) -> None:
-        if self._exchange is not None:
-            self._exchange.pending.restore()
+        for peers, _ in self._groups_of:
+            peers.pending.restore()
         self._root._comm_ctx.reduce_scatter_max_input_buffers = 1
 
     def _hooks(self) -> list[tuple[nn.Module, set[int]]]:

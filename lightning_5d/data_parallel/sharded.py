@@ -20,6 +20,7 @@ from lightning_5d.data_parallel.hooks_aside import hooks_aside
 from lightning_5d.data_parallel.options import ShardOptions
 from lightning_5d.data_parallel.param_group import state_of
 from lightning_5d.data_parallel.sharding import shard
+from lightning_5d.mesh import ExpertView
 from lightning_5d.parallelism import Parallelized, Part, Problem
 
 
@@ -33,10 +34,18 @@ class ShardedData(Parallelized):
         blocks: Its repeated blocks, each of which is gathered and freed as one.
         mesh: The data ranks: ``dp_shard``, or ``dp_replicate x dp_shard``.
         options: The stage and what belongs to it.
+        views: Other arrangements of the ranks, on which some weights live.
     """
 
-    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, options: ShardOptions) -> None:
-        self.engine = shard(module, blocks, mesh, options)
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        options: ShardOptions,
+        views: Sequence[ExpertView] = (),
+    ) -> None:
+        self.engine = shard(module, blocks, mesh, options, views)
         self._module = module
         self._root: FSDPState | None = state_of(module) if isinstance(module, FSDPModule) else None
         self._in_step = False

@@ -141,7 +141,7 @@ class ZeRO(Parallelism):
             synchronize=False,
             per_microbatch=self.per_microbatch,
         )
-        return ShardedData(module, blocks, mesh.shard_mesh, options)
+        return ShardedData(module, blocks, mesh.shard_mesh, options, list(mesh.expert_views.values()))
 
 
 def _is_count(value: object) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, Protocol, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Scope = Literal["microbatch", "global"]
 """Whose tokens a balance loss is about: those of one microbatch of one data rank, or of all data ranks together."""
@@ -34,3 +35,16 @@ class Counted:
     def sum_of_microbatch(self, x: Tensor) -> Tensor:
         """The sum over the ranks that have parts of one microbatch, with gradients: each rank gets those of its own part."""
         return x
+
+
+class Counting(Protocol):
+    """A module that counts tokens, or has means over them in a loss."""
+
+    counted: Counted
+
+
+def counting_modules(module: nn.Module) -> Iterator[Counting]:
+    """Those inside of a module."""
+    for inner in module.modules():
+        if isinstance(inner.__dict__.get("counted"), Counted):
+            yield cast(Counting, inner)

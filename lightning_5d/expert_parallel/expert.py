@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 from torch import nn
+from typing_extensions import override
 
-from lightning_5d.expert_parallel.dispatch import Drop
+from lightning_5d.expert_parallel.dispatch import Capacity, Drop
 from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized, Problem, RunContext
 
 if TYPE_CHECKING:
+    from lightning_5d.expert_parallel.found import FoundExperts
     from lightning_5d.mesh import ParallelMesh
     from lightning_5d.plan import ParallelPlan
+
+DROPS: tuple[Drop, ...] = get_args(Drop)
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,116 @@ class ExpertParallel(Parallelism):
 
     def validate(self, context: RunContext) -> list[Problem]:
         """Checks sizes, and where the module is known its experts."""
-        return []
+        problems = [
+            Problem(f"ExpertParallel({name}={value!r}) is not a whole number of at least 1.", "Use 1 or more.")
+            for name, value in (("size", self.size), ("tensor", self.tensor))
+            if not _is_count(value)
+        ]
+        factor = self.capacity_factor
+        if factor is not None and (
+            isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf
+        ):
+            what = f"ExpertParallel(capacity_factor={factor!r}) is not a number above 0."
+            problems.append(Problem(what, "1.25 leaves a quarter of room; None takes all tokens."))
+        if self.drop not in DROPS:
+            what = f"ExpertParallel(drop={self.drop!r}) is unknown."
+            problems.append(Problem(what, f"Use {' or '.join(map(repr, DROPS))}."))
+        if problems:
+            return problems
+        found: Sequence[FoundExperts] | None = None
+        if context.module is not None and self.is_asked_for:
+            from lightning_5d.expert_parallel.survey import found_experts
+
+            found = found_experts(context.module)
+        problems += self._size_problems(context, found)
+        if context.module is not None and found is not None:
+            from lightning_5d.expert_parallel.compatibility import module_problems
+
+            problems += module_problems(context.module, found, self)
+        return problems
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether it does anything to experts; with its defaults it only has balance losses and loads counted over all ranks."""
+        return self.size > 1 or self.tensor > 1 or self.capacity_factor is not None
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """The limit on tokens of an expert, if there is one."""
+        return None if self.capacity_factor is None else Capacity(self.capacity_factor, self.drop)
+
+    def _size_problems(self, context: RunContext, found: Sequence[FoundExperts] | None) -> list[Problem]:
+        sizes = {axis: context.sizes.get(axis, 1) for axis in ("dp_shard", "cp", "tp")}
+        problems = []
+        if self.tensor not in (1, sizes["tp"]):
+            what = f"ExpertParallel(tensor={self.tensor}): parts of an expert are on the ranks of the tensor axis, which has {sizes['tp']}."
+            fix = (
+                f"Use tensor=1 or tensor={sizes['tp']}."
+                if sizes["tp"] > 1
+                else f"Use tensor=1, or add TensorParallel({self.tensor})."
+            )
+            problems.append(Problem(what, fix))
+        if self.tensor > 1:
+            sizes["tp"] = 1
+        ranks = math.prod(sizes.values())
+        if self.size == 1:
+            return problems
+        written = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1 or axis == "dp_shard")
+        if ranks == 1:
+            what = f"ExpertParallel({self.size}): experts live on ranks with different tokens, and there is one such rank ({written})."
+            problems.append(
+                Problem(
+                    what,
+                    f"Use {self.size} times as many devices, of which ZeRO(size={self.size}) are data ranks, or leave it out.",
+                )
+            )
+            return problems
+        counts = sorted({each.count for each in found or ()})
+        works = [n for n in range(1, ranks + 1) if ranks % n == 0 and all(count % n == 0 for count in counts)]
+        degrees = f"{', '.join(map(str, works))} {'work' if len(works) > 1 else 'works'}."
+        if ranks % self.size:
+            what = f"ExpertParallel({self.size}): {self.size} does not divide the {ranks} ranks that experts live on ({written})."
+            problems.append(Problem(what, f"With {ranks} ranks {degrees}"))
+        for count in counts:
+            if count % self.size:
+                named = ", ".join(each.name for each in found or () if each.count == count)
+                what = f"ExpertParallel({self.size}): {self.size} does not divide the {count} experts of {_shortened(named)}."
+                problems.append(Problem(what, f"With {ranks} ranks {degrees}"))
+        return problems
+
+    @override
+    def surveyed(self, module: nn.Module, plan: ParallelPlan) -> Parallelism:
+        from lightning_5d.expert_parallel.counted import counting_modules
+        from lightning_5d.expert_parallel.survey import found_experts
+
+        settings = {setting.name: getattr(self, setting.name) for setting in dataclasses.fields(self)}
+        counts = any(True for _ in counting_modules(module))
+        return _Surveyed(**settings, layers=tuple(found_experts(module)), counts=counts)
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Leaves on this rank its own experts."""
-        return Parallelized()
+        return self.surveyed(module, plan).parallelize(module, plan, mesh, dtypes)
+
+
+@dataclass(frozen=True)
+class _Surveyed(ExpertParallel):
+    """The plugin that has seen the whole module, before a pipeline has taken parts of it away."""
+
+    layers: tuple[FoundExperts, ...] = dataclasses.field(kw_only=True)
+    counts: bool = dataclasses.field(kw_only=True)
+
+    @override
+    def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
+        from lightning_5d.expert_parallel.spread_experts import SpreadExperts
+
+        if not self.layers and not self.counts:
+            return Parallelized()
+        return SpreadExperts(module, self, mesh, self.layers)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _shortened(names: str, most: int = 80) -> str:
+    return names if len(names) <= most else f"{names[: most - 2].rsplit(', ', 1)[0]}, …"

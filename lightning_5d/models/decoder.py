@@ -1,4 +1,4 @@
-"""A small decoder-only language model in plain torch: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A small decoder-only language model in plain torch: RMSNorm, rotary positions, grouped-query attention, SwiGLU or a mixture of experts.
 
 It is the reference model of the demo, the tests and the benchmarks, and knows nothing about parallelism. Modules are
 named as in Hugging Face's Llama, so weights move between the two by name.
@@ -12,11 +12,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_5d.expert_parallel.balance import Losses, added
+from lightning_5d.expert_parallel.config import MoEConfig
+from lightning_5d.expert_parallel.moe import MoE
+from lightning_5d.feed_forward import Projection, SwiGLU
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class DecoderConfig:
         norm_eps: Added to the mean square inside RMSNorm.
         tie_embeddings: Whether the output projection is the input embedding.
         initializer_std: Standard deviation of the weights at the start.
+        moe: Experts in place of the SwiGLU, as a `MoEConfig` or its fields by name; ``None`` for a dense model.
+        dense_layers: With experts: how many blocks at the beginning keep their SwiGLU.
 
     Raises:
         ValueError: Naming every size that does not fit, with the nearest that would.
@@ -51,9 +58,16 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     initializer_std: float = 0.02
+    moe: MoEConfig | None = None
+    dense_layers: int = 0
 
     def __post_init__(self) -> None:
         problems = self._problems()
+        if self.moe is not None:
+            try:
+                object.__setattr__(self, "moe", MoEConfig.of(self.moe))
+            except ValueError as error:
+                problems += [line.removeprefix("  - ") for line in str(error).splitlines()[1:]]
         if problems:
             raise ValueError("The decoder cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
@@ -101,12 +115,33 @@ class DecoderConfig:
                 f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}; "
                 f"one of {', '.join(map(str, divisors))} does."
             )
+        if not 0 <= self.dense_layers <= self.num_layers:
+            nearest = min(max(self.dense_layers, 0), self.num_layers)
+            problems.append(
+                f"dense_layers is {self.dense_layers}, of {self.num_layers} layers; {nearest} is the nearest."
+            )
         return problems
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "tiny": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+        "moe_tiny": {
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_layers": 4,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "dense_layers": 1,
+            "moe": {
+                "experts": 8,
+                "top_k": 2,
+                "intermediate_size": 128,
+                "shared": 1,
+                "scores": "sigmoid",
+                "bias_rate": 0.001,
+            },
+        },
         "demo": {"hidden_size": 192, "intermediate_size": 512, "num_layers": 4, "num_heads": 6, "num_kv_heads": 2},
         "small": {
             "vocab_size": 4096,
@@ -124,19 +159,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-
-
-class Projection(nn.Linear):
-    """A linear layer without bias whose weights start from a normal distribution."""
-
-    def __init__(self, in_features: int, out_features: int, std: float) -> None:
-        # Before the base constructor, because that one calls reset_parameters.
-        self.std = std
-        super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Draw the weights anew."""
-        nn.init.normal_(self.weight, std=self.std)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -195,36 +217,49 @@ class Attention(nn.Module):
         return out_BTD
 
 
-class SwiGLU(nn.Module):
-    """The gated feed-forward layer down(silu(gate(x)) * up(x)) (arXiv:2002.05202)."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.gate_proj = Projection(config.hidden_size, config.intermediate_size, config.initializer_std)
-        self.up_proj = Projection(config.hidden_size, config.intermediate_size, config.initializer_std)
-        self.down_proj = Projection(config.intermediate_size, config.hidden_size, residual_std(config))
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Transform (B, T, D) at each position alone."""
-        out_BTD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
-        return out_BTD
-
-
 class DecoderBlock(nn.Module):
-    """Attention, then the feed-forward layer, each normalised at its input and added to the residual stream."""
+    """Attention, then the feed-forward layer, each normalised at its input and added to the residual stream.
 
-    def __init__(self, config: DecoderConfig) -> None:
+    Args:
+        config: Sizes.
+        sparse: Whether the feed-forward layer is a mixture of experts.
+    """
+
+    def __init__(self, config: DecoderConfig, sparse: bool = False) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = SwiGLU(config)
+        std, down_std = config.initializer_std, residual_std(config)
+        if sparse and config.moe is not None:
+            self.mlp: nn.Module = MoE(config.hidden_size, config.moe, std, down_std)
+        else:
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, std, down_std)
 
-    def forward(self, x_BTD: Tensor, cos_B1TH: Tensor, sin_B1TH: Tensor) -> Tensor:
-        """Map the residual stream (B, T, D) to itself."""
+    def forward(
+        self, x_BTD: Tensor, cos_B1TH: Tensor, sin_B1TH: Tensor, losses: Losses | None = None
+    ) -> Tensor | tuple[Tensor, Losses]:
+        """Map the residual stream (B, T, D) to itself; and losses of experts so far, if there are any, to these and its own."""
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_B1TH, sin_B1TH)
-        out_BTD: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
-        return out_BTD
+        out = self.mlp(self.post_attention_layernorm(x_BTD))
+        if losses is None:
+            return x_BTD + out  # type: ignore[no-any-return]
+        if isinstance(out, tuple):
+            out, own = out
+            losses = added(losses, own)
+        return x_BTD + out, losses
+
+
+class DecoderOutput(NamedTuple):
+    """What a decoder returns whose experts have losses.
+
+    Attributes:
+        logits: (B, T, V).
+        losses: Sums over its layers by name, ``"balance"`` and ``"z"``, to be added to the loss.
+    """
+
+    logits: Tensor
+    losses: Losses
 
 
 class Decoder(nn.Module):
@@ -234,32 +269,39 @@ class Decoder(nn.Module):
     device can be filled one module at a time.
     """
 
-    # Which layers may be cut over ranks, and how; the words are those of Hugging Face's `base_model_tp_plan`.
-    parallel_plan: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "embed_tokens": "vocabulary",
-            "layers.*.self_attn.q_proj": "colwise",
-            "layers.*.self_attn.k_proj": "colwise",
-            "layers.*.self_attn.v_proj": "colwise",
-            "layers.*.self_attn.o_proj": "rowwise",
-            "layers.*.mlp.gate_proj": "colwise",
-            "layers.*.mlp.up_proj": "colwise",
-            "layers.*.mlp.down_proj": "rowwise",
-            "lm_head": "vocabulary",
-        }
-    )
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = TokenEmbedding(config.vocab_size, config.hidden_size, config.initializer_std)
-        self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.num_layers))
+        sparse = (config.moe is not None and index >= config.dense_layers for index in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderBlock(config, experts) for experts in sparse)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = Projection(config.hidden_size, config.vocab_size, config.initializer_std)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    @property
+    def parallel_plan(self) -> Mapping[str, str]:
+        """Which layers may be cut over ranks, and how; the words are those of Hugging Face's `base_model_tp_plan`."""
+        config = self.config
+        sparse = config.num_layers - config.dense_layers if config.moe is not None else 0
+        feed_forward = [
+            *(["mlp"] if sparse < config.num_layers else []),
+            *(["mlp.shared_experts"] if sparse and config.moe is not None and config.moe.shared else []),
+        ]
+        return {
+            "embed_tokens": "vocabulary",
+            "layers.*.self_attn.q_proj": "colwise",
+            "layers.*.self_attn.k_proj": "colwise",
+            "layers.*.self_attn.v_proj": "colwise",
+            "layers.*.self_attn.o_proj": "rowwise",
+            **{f"layers.*.{name}.gate_proj": "colwise" for name in feed_forward},
+            **{f"layers.*.{name}.up_proj": "colwise" for name in feed_forward},
+            **{f"layers.*.{name}.down_proj": "rowwise" for name in feed_forward},
+            "lm_head": "vocabulary",
+        }
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor | DecoderOutput:
         """Predict the token that follows each position.
 
         Args:
@@ -267,16 +309,23 @@ class Decoder(nn.Module):
             position_ids: Positions of shape (B, T) or (1, T); 0 to T - 1 when not given.
 
         Returns:
-            Logits of shape (B, T, V).
+            Logits of shape (B, T, V); with them the losses of experts, where the config has some.
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         cos_B1TH, sin_B1TH = rotary_angles(position_ids, self.config.head_size, self.config.rope_theta)
         x_BTD = self.embed_tokens(input_ids)
+        names = self.config.moe.losses if self.config.moe is not None else ()
+        if not names:
+            for layer in self.layers:
+                x_BTD = layer(x_BTD, cos_B1TH, sin_B1TH)
+            logits_BTV: Tensor = self.lm_head(self.norm(x_BTD))
+            return logits_BTV
+        # From block to block, so that a pipeline carries them on with the residual stream.
+        losses = {name: x_BTD.new_zeros((), dtype=torch.float32) for name in names}
         for layer in self.layers:
-            x_BTD = layer(x_BTD, cos_B1TH, sin_B1TH)
-        logits_BTV: Tensor = self.lm_head(self.norm(x_BTD))
-        return logits_BTV
+            x_BTD, losses = layer(x_BTD, cos_B1TH, sin_B1TH, losses)
+        return DecoderOutput(self.lm_head(self.norm(x_BTD)), losses)
 
     @torch.no_grad()
     def generate(
@@ -311,7 +360,9 @@ class Decoder(nn.Module):
             raise ValueError(f"temperature {temperature} must be at least 0 and top_k {top_k} at least 1 or None.")
         ids_BT = input_ids
         for _ in range(max_new_tokens):
-            logits_BV = self(ids_BT[:, -self.config.context_length :])[:, -1].float()
+            output = self(ids_BT[:, -self.config.context_length :])
+            logits_BTV = output.logits if isinstance(output, DecoderOutput) else output
+            logits_BV = logits_BTV[:, -1].float()
             next_B1 = sample_token(logits_BV, temperature, top_k, generator)
             ids_BT = torch.cat((ids_BT, next_B1), dim=1)
         return ids_BT

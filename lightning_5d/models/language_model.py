@@ -15,7 +15,9 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_5d.models.decoder import Decoder, DecoderConfig
+from lightning_5d.expert_parallel.balance import Losses
+from lightning_5d.expert_parallel.bias import balance_by_bias
+from lightning_5d.models.decoder import Decoder, DecoderConfig, DecoderOutput
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class LanguageModel(L.LightningModule):
     """Trains a `Decoder` on batches `{"input_ids": (B, T), "labels": (B, T)}`, label t being the target of input t.
 
     Logs `train_loss` and `val_loss` in nats per token, and `val_bits_per_byte` where the data module says how many
-    bytes a token stands for (its `bytes_per_token`).
+    bytes a token stands for (its `bytes_per_token`). Losses of experts are added to what is trained, and logged as ``train_balance_loss``
+    and ``train_z_loss``; `train_loss` and `val_loss` are without them.
 
     Args:
         decoder: Sizes, as a `DecoderConfig` or its fields by name.
@@ -78,22 +81,30 @@ class LanguageModel(L.LightningModule):
         self.decoder = Decoder(decoder)
 
     @override
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Logits of shape (B, T, V); see `Decoder.forward`."""
-        logits_BTV: Tensor = self.decoder(input_ids, position_ids)
-        return logits_BTV
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor | DecoderOutput:
+        """Logits of shape (B, T, V), perhaps with losses of experts; see `Decoder.forward`."""
+        output: Tensor | DecoderOutput = self.decoder(input_ids, position_ids)
+        return output
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Mean cross-entropy of the batch in nats per token. Labels of -100 do not count."""
-        logits_BTV = self(batch["input_ids"], batch.get("position_ids"))
-        return F.cross_entropy(logits_BTV.flatten(0, 1), batch["labels"].flatten())
+        return self.losses(batch)[0]
+
+    def losses(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Losses]:
+        """The same, and the losses of experts by name."""
+        output = self(batch["input_ids"], batch.get("position_ids"))
+        logits_BTV, losses = output if isinstance(output, DecoderOutput) else (output, {})
+        return F.cross_entropy(logits_BTV.flatten(0, 1), batch["labels"].flatten()), losses
 
     @override
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """The loss of one batch."""
-        loss = self.loss(batch)
-        self.log("train_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch["input_ids"]))
-        return loss
+        loss, losses = self.losses(batch)
+        size = len(batch["input_ids"])
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True, batch_size=size)
+        for name, value in losses.items():
+            self.log(f"train_{name}_loss", value, sync_dist=True, batch_size=size)
+        return sum(losses.values(), loss)
 
     @override
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
@@ -122,6 +133,8 @@ class LanguageModel(L.LightningModule):
             # The fused kernel takes parameters of one tensor class only.
             fused=len({type(parameter) for parameter in parameters}) == 1,
         )
+        if self.decoder.config.moe is not None:
+            balance_by_bias(self, optimizer)
         schedule = partial(
             warmup_cosine,
             warmup_steps=config.warmup_steps,

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -204,6 +205,10 @@ class Pipelined(Scheduling):
     @override
     def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
         return self.shared_weights.gradient_axes(parameter)
+
+    @override
+    def holders_of(self, parameter: Tensor) -> dist.ProcessGroup | None:
+        return self.shared_weights.group_of(parameter)
 
     @override
     def stages(self) -> Stages | None:

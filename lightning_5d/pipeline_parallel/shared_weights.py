@@ -107,8 +107,17 @@ class SharedWeights:
 
     def owners_of(self, parameter: Tensor) -> int:
         """How many ranks of the pipeline hold a parameter of this rank."""
+        owners = self._shared_with(parameter)
+        return 1 if owners is None else len(owners.ranks)
+
+    def group_of(self, parameter: Tensor) -> dist.ProcessGroup | None:
+        """The ranks that hold a parameter of this rank, this one included; ``None`` if no other does."""
+        owners = self._shared_with(parameter)
+        return None if owners is None else owners.group
+
+    def _shared_with(self, parameter: Tensor) -> _Owners | None:
         names = {name for name, found in self._parameters().items() if found is parameter}
-        return next((len(owners.ranks) for owners in self._owners if not names.isdisjoint(owners.weights)), 1)
+        return next((owners for owners in self._owners if not names.isdisjoint(owners.weights)), None)
 
     # [Note: groups of shared weights]
     # What a stage lists in `configure_optimizers` may differ between owners: a tied embedding is `embed.weight` on the first stage

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_5d.pipeline_parallel.containers import rebuilt
 from lightning_5d.tensor_parallel.arguments import argument, door_of, with_argument
 from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.columns import parameters_of
@@ -129,7 +130,7 @@ class WholeHook(CutHook):
             if length is not None:
                 mark(first, length)
         whole = self._sequence.whole(first)
-        return type(output)((whole, *output[1:])) if isinstance(output, tuple | list) else whole
+        return rebuilt(output, {**dict(enumerate(output)), 0: whole}) if isinstance(output, tuple | list) else whole
 
 
 class NoteHook(CutHook):

@@ -33,6 +33,7 @@ from lightning_5d.tensor_parallel.head_sizes import (
     whole_regions,
 )
 from lightning_5d.tensor_parallel.layout import TensorLayout
+from lightning_5d.tensor_parallel.placement import placed_elsewhere
 from lightning_5d.tensor_parallel.running import Running, calling_line, came_between_ranks
 from lightning_5d.tensor_parallel.sequence_mixing import mixes_positions
 from lightning_5d.tensor_parallel.weight_uses import WeightUses
@@ -47,7 +48,7 @@ class FirstStep:
     """The guards of one module.
 
     Args:
-        module: The module, before its layers are installed: its regions then still know the whole model's counts.
+        module: The module, before its weights are placed and its layers installed: its regions then still know the whole model's counts.
         layout: What is going to be installed.
         axis: The ranks.
         compute: The dtype that modules compute in, if not their own.
@@ -57,6 +58,7 @@ class FirstStep:
         self, module: nn.Module, layout: TensorLayout, axis: TensorAxis, compute: torch.dtype | None = None
     ) -> None:
         self._module, self._layout, self._axis = module, layout, axis
+        self._elsewhere = placed_elsewhere(module)
         self._coarse = compute in (torch.float16, torch.bfloat16)
         self._uses = WeightUses(module, layout, axis.size)
         self._whole = dict(whole_regions(module, layout))
@@ -103,7 +105,7 @@ class FirstStep:
         if self._compared:
             return
         layout = self._layout
-        apart = {plain_name(name) for name in (*layout.weights, *layout.partial)}
+        apart = {plain_name(name) for name in (*layout.weights, *layout.partial, *self._elsewhere)}
         gradients: dict[str, Tensor | None] = {
             name: parameter.grad
             for name, parameter in self._module.named_parameters()

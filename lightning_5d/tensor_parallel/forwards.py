@@ -56,12 +56,8 @@ class Forward(AroundForward):
         return self.run(*args, **kwargs)
 
     def close(self) -> None:
-        """Gives the module its own forward back, unless somebody else has put one around this one."""
-        if self.module.__dict__.get("forward") is not self:
-            return
-        del self.module.__dict__["forward"]
-        if self.previous is not None:
-            self.module.__dict__["forward"] = self.previous
+        """Gives the module its own forward back."""
+        self.take_off()
 
 
 class LinearForward(Forward):

@@ -27,9 +27,14 @@ from lightning_5d.tensor_parallel.sequence import SequenceCut
 
 
 class Installed:
-    """A layout at work on a module. Made by `install`."""
+    """A layout at work on a module. Made by `install`.
+
+    Attributes:
+        sequence: Where the sequence is cut; ``None`` without sequence parallelism.
+    """
 
     def __init__(self) -> None:
+        self.sequence: SequenceCut | None = None
         self._undo: list[Callable[[], None]] = []
 
     def later(self, undo: Callable[[], None]) -> None:
@@ -81,6 +86,7 @@ class _Installation:
             self.blocks = layout.sequence.blocks
             elsewhere = next((name for name in self.blocks if self.find(name) is None), None)
             self.sequence = SequenceCut(axis, None if elsewhere is None else self.received(elsewhere))
+            installed.sequence = self.sequence
 
     def run(self) -> None:
         """Puts everything in place."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_5d.tensor_parallel.rows import Rows
@@ -90,3 +90,10 @@ class TensorLayout:
     partial: frozenset[str] = frozenset()
     sequence: Sequence | None = None
     became: Mapping[str, Became] = field(default_factory=dict)
+
+    def without_weights(self, names: Collection[str]) -> TensorLayout:
+        """The same for a module of whose weights these are another axis's."""
+        if not names:
+            return self
+        weights = {name: rows for name, rows in self.weights.items() if name not in names}
+        return replace(self, weights=weights, partial=self.partial.difference(names))

@@ -22,7 +22,8 @@ AXIS = "tp"
 def place(module: nn.Module, layout: TensorLayout, mesh: ParallelMesh) -> None:
     """Makes every parameter a DTensor over the tensor axis, in place and without communication.
 
-    Those that the layout cuts become shards of the stored weight, all others are replicated. Parameters keep their names, dtype,
+    Those that the layout cuts become shards of the stored weight, all others are replicated, but for those that are DTensors already:
+    another axis has placed them (experts). Parameters keep their names, dtype,
     device and ``requires_grad``; one with several names stays one. Meta tensors stay meta tensors.
 
     Args:
@@ -37,7 +38,7 @@ def place(module: nn.Module, layout: TensorLayout, mesh: ParallelMesh) -> None:
     placed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for prefix, owner in module.named_modules():
         for key, parameter in list(owner._parameters.items()):
-            if parameter is None:
+            if parameter is None or isinstance(parameter, DTensor):
                 continue
             known = placed.get(id(parameter))
             if known is None:
@@ -66,6 +67,12 @@ def _placed(name: str, parameter: Tensor, rows: Rows | None, axis: DeviceMesh) -
         part = rows.part(whole, axis.get_local_rank(), axis.size()).clone(memory_format=torch.contiguous_format)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, axis, [Shard(rows.dim)], run_check=False, shape=shape, stride=stride)
+
+
+def placed_elsewhere(module: nn.Module) -> frozenset[str]:
+    """Names of parameters that are DTensors before the tensor axis places any."""
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(plain_name(name) for name, parameter in named if isinstance(parameter, DTensor))
 
 
 class Holders:

@@ -200,7 +200,9 @@ def joined_from(x: Tensor) -> tuple[Tensor, Pieces] | None:
     return None
 
 
-def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_derivatives(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that says so where second derivatives are asked for."""
+
     # torch's `once_differentiable` would not do: it lets a backward pass to which no gradient comes, as an entry's.
     @functools.wraps(backward)
     def refusing(ctx: Any, *grads: Tensor | None) -> Any:
@@ -224,7 +226,7 @@ class _Enter(torch.autograd.Function):
         return x.detach() if pieces is None else pieces.join(x)
 
     @staticmethod
-    @_once
+    @first_derivatives
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         entry: Entry = ctx.entry
         shares = entry.take()
@@ -250,7 +252,7 @@ class _Column(torch.autograd.Function):
         return layer.product.forward(x, weight, bias)
 
     @staticmethod
-    @_once
+    @first_derivatives
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: Linear = ctx.layer
         x, weight = ctx.saved_tensors
@@ -282,7 +284,7 @@ class _Row(torch.autograd.Function):
         return out if bias is None else out.add_(bias)
 
     @staticmethod
-    @_once
+    @first_derivatives
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: Linear = ctx.layer
         x, weight = ctx.saved_tensors
@@ -302,7 +304,7 @@ class _Leave(torch.autograd.Function):
         return axis.sum(partial) if pieces is None else pieces.start_scatter_sum(partial).wait()
 
     @staticmethod
-    @_once
+    @first_derivatives
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad if ctx.pieces is None else ctx.pieces.join(grad), None, None
 
@@ -314,7 +316,7 @@ class _Take(torch.autograd.Function):
         return pieces.take(whole)
 
     @staticmethod
-    @_once
+    @first_derivatives
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.pieces.join(grad), None
 
@@ -329,7 +331,7 @@ class _Join(torch.autograd.Function):
         return joined
 
     @staticmethod
-    @_once
+    @first_derivatives
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.pieces.take(grad), None
 
@@ -350,7 +352,7 @@ class _JoinedColumn(torch.autograd.Function):
         return layer.product.forward(whole, weight, bias)
 
     @staticmethod
-    @_once
+    @first_derivatives
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         whole, weight = ctx.saved_tensors
         of_piece, _, of_weight, of_bias, *_ = ctx.needs_input_grad

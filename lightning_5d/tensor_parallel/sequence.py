@@ -37,6 +37,11 @@ class SequenceCut:
         self._inside: int | None = None
         self._seen: dict[int, set[int]] = {}
 
+    @property
+    def inside(self) -> int | None:
+        """The length of the whole, while a block runs on a piece of it."""
+        return self._inside
+
     def cut(self, x: Tensor) -> Tensor:
         """This rank's piece of a whole activation (B, T, D).
 

@@ -31,6 +31,9 @@ class ShardedLayers(PlacedWeights):
         mesh: The ranks by axis.
         sequence_parallel: Whether the sequence is cut outside of the layers.
         compute: The dtype that modules compute in, if not their own.
+
+    Attributes:
+        sequence: Where the sequence is cut; ``None`` if it is not.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class ShardedLayers(PlacedWeights):
         self._guards = FirstStep(module, layout, axis, compute)
         super().__init__(module, layout, axis, mesh)
         self._installed = install(module, layout, axis, sequence_parallel)
+        self.sequence = self._installed.sequence
         self._stage = 0
         self._random = RandomRegions(module, layout, axis.rank, mesh.device)
 

@@ -15,7 +15,7 @@ from lightning_5d.parallelism import Parallelized, Part, Problem, StoredForm
 from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.layout import TensorLayout
 from lightning_5d.tensor_parallel.partial_gradients import PartialGradients
-from lightning_5d.tensor_parallel.placement import Holders, place
+from lightning_5d.tensor_parallel.placement import Holders, place, placed_elsewhere
 
 
 class PlacedWeights(Parallelized):
@@ -31,6 +31,7 @@ class PlacedWeights(Parallelized):
     """
 
     def __init__(self, module: nn.Module, layout: TensorLayout, axis: TensorAxis, mesh: ParallelMesh) -> None:
+        layout = layout.without_weights(placed_elsewhere(module))
         place(module, layout, mesh)
         self._module, self.layout, self.axis, self._mesh = module, layout, axis, mesh
         self._holders = Holders(module, layout, axis.rank)

@@ -107,12 +107,14 @@ def _exchange_bytes(rank: int, stage: int) -> int:
     module = _Deep()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     engine = shard(module, list(module.blocks), mesh, ShardOptions(stage=stage))
-    engine._exchange.pending = PendingReductions(patience_s=20.0)  # on a busy machine the other rank may be late
+    engine._exchange.peers[0].pending = PendingReductions(
+        patience_s=20.0
+    )  # on a busy machine the other rank may be late
     for _ in range(3):
         engine.begin(last=True)
         module(torch.randn(3, 32)).pow(2).mean().backward()
         engine.wait()
-    held = sum(block.nbytes for block in engine._exchange.shard.host.blocks)
+    held = sum(block.nbytes for block in engine._exchange.peers[0].shard.host.blocks)
     engine.close()
     return held
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_5d.expert_parallel.moe import MoE
 from lightning_5d.models import PRESETS, Decoder, DecoderConfig
 from lightning_5d.models.decoder import sample_token
 
@@ -157,6 +158,112 @@ def test_wrong_sizes_are_all_named_with_what_would_work():
 
 
 def test_an_unknown_preset_names_those_there_are():
-    with pytest.raises(ValueError, match=r"'huge'.*demo, medium, small, tiny"):
+    with pytest.raises(ValueError, match=r"'huge'.*demo, medium, moe_tiny, small, tiny"):
         DecoderConfig.preset("huge")
     assert all(DecoderConfig.preset(name) for name in PRESETS)
+
+
+EXPERTS = {"experts": 4, "top_k": 2, "intermediate_size": 24}
+
+
+def test_with_experts_logits_and_gradients_equal_hugging_face_mixtral():
+    transformers = pytest.importorskip("transformers")
+    config = tiny(tie_embeddings=False, rope_theta=5000.0, initializer_std=0.3, moe=EXPERTS)
+    mixtral = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=24,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+    )
+    torch.manual_seed(1)
+    decoder = Decoder(config)
+
+    def theirs(name):
+        return name if name == "lm_head.weight" else f"model.{name}"
+
+    mixtral.load_state_dict({theirs(name): value for name, value in decoder.state_dict().items()})
+    ids, labels = tokens(2, 9), tokens(2, 9, seed=1)
+    ours, reference = decoder(ids), mixtral(input_ids=ids).logits
+    torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
+    F.cross_entropy(ours.flatten(0, 1), labels.flatten()).backward()
+    F.cross_entropy(reference.flatten(0, 1), labels.flatten()).backward()
+    for name, parameter in decoder.named_parameters():
+        expected = mixtral.get_parameter(theirs(name)).grad
+        torch.testing.assert_close(
+            parameter.grad, expected, atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def test_losses_of_experts_are_added_up_over_the_layers_that_have_them():
+    config = tiny(num_layers=3, dense_layers=1, initializer_std=0.3, moe=EXPERTS | {"balance": 0.1, "z": 0.2})
+    decoder, single = Decoder(config), []
+    assert [isinstance(layer.mlp, MoE) for layer in decoder.layers] == [False, True, True]
+    for layer in decoder.layers[1:]:
+        layer.mlp.register_forward_hook(lambda mlp, args, output: single.append(output[1]))
+    output = decoder(tokens(2, 9))
+    assert list(output.losses) == ["balance", "z"]
+    for name, loss in output.losses.items():
+        torch.testing.assert_close(loss, single[0][name] + single[1][name])
+        assert loss > 0
+    without = Decoder(tiny(num_layers=3, dense_layers=1, moe=EXPERTS))
+    without.load_state_dict(decoder.state_dict())
+    torch.testing.assert_close(without(tokens(2, 9)), output.logits, atol=0, rtol=0)
+
+
+def test_with_experts_it_generates_the_same_whether_or_not_they_have_losses():
+    torch.manual_seed(0)
+    decoder = Decoder(tiny(initializer_std=0.5, moe=EXPERTS | {"balance": 0.1})).eval()
+    without = Decoder(tiny(initializer_std=0.5, moe=EXPERTS)).eval()
+    without.load_state_dict(decoder.state_dict())
+    generated = decoder.generate(tokens(2, 3), 5, temperature=0)
+    assert generated.shape == (2, 8)
+    assert generated.equal(without.generate(tokens(2, 3), 5, temperature=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "feed_forward"),
+    [
+        ({}, {"mlp"}),
+        ({"moe": EXPERTS}, set()),
+        ({"moe": EXPERTS | {"shared": 1}}, {"mlp.shared_experts"}),
+        ({"moe": EXPERTS | {"shared": 1}, "dense_layers": 1}, {"mlp", "mlp.shared_experts"}),
+        ({"moe": EXPERTS, "dense_layers": 2}, {"mlp"}),
+    ],
+)
+def test_the_plan_names_layers_that_there_are(changes, feed_forward):
+    decoder = Decoder(tiny(**changes))
+    names = {name.replace(f".{i}.", ".*.") for name, _ in decoder.named_modules() for i in (0, 1)}
+    assert set(decoder.parallel_plan) <= names
+    assert {name[9:-10] for name in decoder.parallel_plan if name.endswith("gate_proj")} == feed_forward
+
+
+def test_a_decoder_with_experts_is_filled_module_by_module_too():
+    with torch.device("meta"):
+        decoder = Decoder(tiny(moe=EXPERTS | {"bias_rate": 0.1, "shared": 1, "shared_gate": True}))
+    for module in decoder.modules():
+        if list(module.parameters(recurse=False)):
+            module.to_empty(device="cpu", recurse=False)
+            module.reset_parameters()
+    assert all(value.isfinite().all() for value in decoder.state_dict().values())
+    assert decoder.layers[0].mlp.gate.expert_bias.equal(torch.zeros(4))
+    assert decoder.layers[0].mlp.gate.load.equal(torch.zeros(4, dtype=torch.int64))
+    assert decoder(tokens(1, 4)).isfinite().all()
+
+
+def test_what_is_wrong_with_experts_is_named_together_with_all_else():
+    with pytest.raises(ValueError) as error:
+        tiny(hidden_size=18, dense_layers=3, moe={"experts": 2, "top_k": 3})
+    for part in ("hidden_size 18", "dense_layers is 3, of 2 layers; 2 is the nearest", "top_k 3 is more than the 2"):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="no setting 'expert'; did you mean 'experts'"):
+        tiny(moe={"expert": 2})

@@ -1,11 +1,14 @@
 import math
+from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch.utils.data import DataLoader
 
+from lightning_5d.expert_parallel.config import MoEConfig
 from lightning_5d.models import DecoderConfig, LanguageModel, OptimizerConfig
 from lightning_5d.models.language_model import warmup_cosine
 
@@ -113,3 +116,27 @@ def test_labels_of_minus_100_do_not_count():
     torch.testing.assert_close(
         module.loss(batch), F.cross_entropy(kept.flatten(0, 1), batch["labels"][:, :3].flatten())
     )
+
+
+def test_losses_of_experts_are_trained_and_logged_beside_the_loss(tmp_path):
+    moe = {"experts": 4, "intermediate_size": 8, "balance": 0.5, "z": 0.1}
+    module = LanguageModel(DecoderConfig.preset("tiny", vocab_size=13, moe=moe))
+    batch = next(iter(OneBatch().train_dataloader()))
+    loss, losses = module.losses(batch)
+    assert set(losses) == {"balance", "z"}
+    module.log = lambda *_, **__: None
+    module.decoder.layers[0].mlp.gate.load.zero_()
+    module.decoder.layers[1].mlp.gate.load.zero_()
+    torch.testing.assert_close(module.training_step(batch, 0), loss + losses["balance"] + losses["z"])
+    del module.log
+    metrics = fit(module, tmp_path).callback_metrics
+    assert float(metrics["train_balance_loss"]) == pytest.approx(2 * 0.5, rel=0.1)
+    assert float(metrics["train_z_loss"]) > 0
+    assert float(metrics["train_loss"]) < 3
+
+
+def test_the_small_model_of_experts_is_the_one_that_is_configured():
+    configured = yaml.safe_load((Path(__file__).parents[2] / "conf/model/moe_tiny.yaml").read_text())["decoder"]
+    preset = DecoderConfig.preset("moe_tiny")
+    assert configured | {"moe": None} == {name: getattr(preset, name) for name in configured} | {"moe": None}
+    assert MoEConfig.of(configured["moe"]) == preset.moe

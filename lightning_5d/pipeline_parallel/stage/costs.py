@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_5d.expert_parallel.survey import found_experts
 from lightning_5d.parallelism import Problem
 from lightning_5d.pipeline_parallel.stage.layout import Anatomy
 
@@ -30,10 +31,10 @@ def estimate_costs(module: nn.Module, anatomy: Anatomy) -> StageCosts:
     """Costs from the sizes of weights: one unit for each multiplication that a token takes in a step.
 
     A matrix is multiplied once in a forward, once for the gradient of its input and, if it is trained, once for its own. An
-    embedding is looked up, which costs nothing; an output layer costs vocabulary times width. Attention costs its width for each token
+    embedding is looked up, which costs nothing; an output layer costs vocabulary times width. Of stacked experts a token meets only as many as it
+    is sent to. Attention costs its width for each token
     that is looked at. How many those are nobody knows before the first batch: sequences are taken to have 512 tokens, of which half are
-    looked at. In wide models that is little beside the matrices; for long sequences in narrow ones, as for experts that see some of
-    the tokens, measure (`measure_costs`).
+    looked at. In wide models that is little beside the matrices; for long sequences in narrow ones, measure (`measure_costs`).
     """
     return StageCosts(
         {name: _work(module.get_submodule(name)) for name in anatomy.blocks},
@@ -79,11 +80,12 @@ def _attention_width(module: nn.Module) -> int:
 
 
 def _matmul_work(module: nn.Module) -> float:
+    met = {id(found.module): (found.top_k or found.count) / found.count for found in found_experts(module)}
     work = 0.0
     for inner in module.modules():
         if isinstance(inner, nn.Embedding | nn.EmbeddingBag):
             continue
         for parameter in inner.parameters(recurse=False):
             if parameter.ndim >= 2:
-                work += parameter.numel() * (3 if parameter.requires_grad else 2)
+                work += parameter.numel() * met.get(id(inner), 1.0) * (3 if parameter.requires_grad else 2)
     return work

@@ -1,0 +1,112 @@
+"""Losses that keep routers balanced, and their logits small.
+
+Shape suffixes: N tokens, E experts, K experts of a token, S sets of tokens that balance each for itself (one, or the sequences).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_5d.expert_parallel.routing import Routed, TopKRouter, running_again, uncounted
+
+Losses = dict[str, Tensor]
+"""Losses by name, as ``"balance"`` and ``"z"``, scalars in fp32 that are multiplied by their coefficients."""
+
+
+# [Note: the balance loss]
+# coefficient * E * sum over e of f_e * P_e, with f_e the share of choices that went to expert e, and P_e the mean of what its scores are of all
+# scores of a token. Perfectly balanced it is the coefficient, whatever K. Gradients go through P alone. (Shazeer et al., 2017; Lepikhin et al.,
+# "GShard", arXiv:2006.16668, section 2.2; Fedus et al., "Switch Transformers", arXiv:2101.03961, equation 4. Over all data ranks: Qiu et al.,
+# "Demons in the Detail", arXiv:2501.11873, who also take f over the microbatches of a step. Per sequence, from normalised sigmoids: DeepSeek-V3,
+# arXiv:2412.19437, equations 17 to 20.)
+# P is of one microbatch in any case: with f over all of them, the mean over microbatches is the loss of the whole batch. f over microbatches is
+# that of those so far, so this is exact where all have the same f, and an estimate of it else.
+def routing_losses(router: TopKRouter, routed: Routed, sequences: int = 1) -> Losses:
+    """The losses that the router's config asks for, of one microbatch; the same on all ranks that have parts of it.
+
+    Args:
+        router: The router.
+        routed: What it has just said.
+        sequences: How many sequences of equal length its rows are, one after the other.
+
+    Returns:
+        Losses in fp32, finite also without a token; empty where none is configured.
+    """
+    config = router.config
+    if not config.losses:
+        return {}
+    with torch.autocast(routed.logits_NE.device.type, enabled=False):
+        sets = sequences if config.balance_scope == "sequence" else 1
+        logits_NE, scores_NE = routed.logits_NE, routed.scores_NE
+        # Normalised, a softmax stays what it is.
+        shares_NE = scores_NE if config.scores == "softmax" else scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)
+        z_N1 = logits_NE.logsumexp(-1, keepdim=True).square()
+        both_NE1 = torch.cat((shares_NE, z_N1), dim=-1)
+        if routed.real_N is not None:
+            both_NE1 = torch.where(routed.real_N[:, None], both_NE1, 0)
+        load_SE = _load_of_sets(routed, config.experts, sets)
+        # One sum over the ranks of the microbatch for everything.
+        sums = torch.cat((_by_set(both_NE1, sets), load_SE), dim=-1)
+        sums = router.counted.sum_of_microbatch(sums)
+        shares_SE, z_S1, load_SE = torch.split(sums, [config.experts, 1, config.experts], dim=-1)
+        tokens_S1 = load_SE.detach().sum(-1, keepdim=True) / config.top_k
+        losses: Losses = {}
+        if config.balance:
+            f_SE = load_SE.detach()
+            if config.balance_scope == "global" and router.training:
+                f_SE = _load_everywhere(router)[None].to(f_SE.dtype)
+            f_SE = f_SE / f_SE.sum(-1, keepdim=True).clamp(min=1)
+            products_SE: Tensor = _Product.apply(shares_SE / tokens_S1.clamp(min=1), f_SE)  # type: ignore[no-untyped-call]
+            filled = (tokens_S1 > 0).sum().clamp(min=1)
+            losses["balance"] = config.balance * config.experts * products_SE.sum() / filled
+        if config.z:
+            # ST-MoE: Zoph et al., arXiv:2202.08906, equation 5.
+            losses["z"] = config.z * z_S1.sum() / tokens_S1.sum().clamp(min=1)
+        return losses
+
+
+def added(losses: Losses, more: Losses) -> Losses:
+    """The sums of losses of the same name."""
+    return {name: losses[name] + more[name] if name in more else losses[name] for name in losses} | {
+        name: loss for name, loss in more.items() if name not in losses
+    }
+
+
+def _load_of_sets(routed: Routed, experts: int, sets: int) -> Tensor:
+    with torch.no_grad():
+        chosen_NE = torch.zeros_like(routed.scores_NE).scatter_(-1, routed.index_NK, 1)
+        if routed.real_N is not None:
+            chosen_NE *= routed.real_N[:, None]
+        return _by_set(chosen_NE, sets)
+
+
+def _by_set(x_NX: Tensor, sets: int) -> Tensor:
+    return x_NX.view(sets, len(x_NX) // sets, x_NX.shape[1]).sum(1)
+
+
+def _load_everywhere(router: TopKRouter) -> Tensor:
+    if running_again() and router.load_everywhere is not None:
+        # Not asked again: the graph that this is for has its own already, see `_Product`.
+        return router.load_everywhere
+    with uncounted():
+        router.load_everywhere = router.counted.sum(router.load.clone(), "global")
+    return router.load_everywhere
+
+
+class _Product(torch.autograd.Function):
+    """A product with a factor that needs no gradient, and that backward has even where everything else is computed again.
+
+    When a later microbatch has run, the load so far is another one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None

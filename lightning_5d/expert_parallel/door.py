@@ -1,0 +1,124 @@
+"""The door of a layer's experts: what runs in place of their forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_5d.expert_parallel.dispatch import Capacity, kept_by_capacity, through_experts
+from lightning_5d.expert_parallel.exchange import TokenExchange
+from lightning_5d.expert_parallel.found import FoundExperts
+from lightning_5d.expert_parallel.load import LayerLoad
+from lightning_5d.expert_parallel.row_ranks import RowRanks
+from lightning_5d.expert_parallel.rows import through_rows
+from lightning_5d.replaced_forward import AroundForward
+from lightning_5d.tensor_parallel.axis import TensorAxis
+
+
+class ExpertDoor(AroundForward):
+    """Lets each token of a layer go to where its experts are, and counts where tokens go.
+
+    Where experts are not spread and take all tokens, the layer's own forward runs.
+
+    Args:
+        layer: The experts.
+        ranks: The ranks that have rows of the same microbatch.
+        load: Where tokens are counted.
+        exchange: The ranks that hold different experts; ``None`` if each has all.
+        axis: The ranks of the tensor axis; ``None`` if there is one, or if it has nothing to do with experts.
+        has_parts: Whether each of these has a part of every expert.
+        capacity: A limit on the tokens of an expert, if there is one.
+    """
+
+    def __init__(
+        self,
+        layer: FoundExperts,
+        ranks: RowRanks,
+        load: LayerLoad,
+        exchange: TokenExchange | None,
+        axis: TensorAxis | None,
+        *,
+        has_parts: bool,
+        capacity: Capacity | None,
+    ) -> None:
+        super().__init__(layer.module)
+        self.layer = layer
+        self._ranks, self._load, self._exchange, self._axis = ranks, load, exchange, axis
+        self._has_parts, self._capacity = has_parts, capacity
+        self._whole: Mapping[str, Tensor] | None = None
+        self._names = tuple(inspect.signature(self.original).parameters)
+        layer.module.__dict__["forward"] = self
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the experts' own forward: ``(hidden_ND, index_NK, weights_NK) -> (N, D)``."""
+        hidden, index, weights = (*args, *(kwargs[name] for name in self._names[len(args) : 3]))
+        index_NK, weights_NK = index.reshape(-1, index.shape[-1]), weights.reshape(-1, weights.shape[-1])
+        real_N, kept_NK = self._ranks.real(len(index_NK)), None
+        if self._capacity is not None:
+            whole = self._ranks.choices(index_NK, weights_NK)
+            kept_NK = self._ranks.part(kept_by_capacity(*whole, self.layer.count, self._capacity))
+        if self._load.counting and self._ranks.is_first:
+            self._load.add_choices(index_NK, real_N, kept_NK)
+        if self._exchange is None and not self._has_parts and kept_NK is None:
+            out: Tensor = self.run(*args, **kwargs)
+            return out
+        is_cut = self._ranks.is_cut
+        if real_N is not None and kept_NK is None and not (is_cut and self._has_parts):
+            # Padding has somewhere to go as well, and nobody misses it. Not where other ranks, which may have none, get this rank's choices.
+            kept_NK = real_N[:, None].expand_as(index_NK)
+        axis = None if self._whole is not None else self._axis
+        hidden_ND = hidden.reshape(-1, hidden.shape[-1])
+        out = through_rows(
+            hidden_ND,
+            index_NK,
+            weights_NK,
+            kept_NK,
+            self._through,
+            axis,
+            is_cut=is_cut,
+            has_parts=self._has_parts,
+        )
+        return out.view_as(hidden)
+
+    def _through(self, hidden: Tensor, index: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
+        compute, exchange = partial(self.layer.compute, self.module), self._exchange
+        if self._whole is None:
+            return through_experts(hidden, index, weights, self.layer.count, compute, exchange, kept)
+        with self._swapped(self._whole):
+            return through_experts(hidden, index, weights, self.layer.count, compute, None, kept)
+
+    @contextmanager
+    def alone(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which this rank computes by itself.
+
+        Args:
+            whole: The stacked weights of all experts, by name.
+        """
+        self._whole = whole
+        try:
+            yield
+        finally:
+            self._whole = None
+
+    @contextmanager
+    def _swapped(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
+        own = dict(self.module._parameters)
+        for key, tensor in whole.items():
+            present = own[key]
+            dtype = tensor.dtype if present is None else present.dtype
+            self.module._parameters[key] = torch.nn.Parameter(tensor.to(dtype), requires_grad=False)
+        try:
+            yield
+        finally:
+            self.module._parameters.update(own)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled copy can be looked at, and not be run.
+        return {"module": self.module, "previous": self.previous}

@@ -1,0 +1,187 @@
+"""Experts of anybody's, whose own forward computes rows that are sorted by expert: one choice per row, with weight one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_5d.expert_parallel.found import FoundExperts
+from lightning_5d.parallelism import Problem
+
+_ROWS = 8
+
+
+def described(name: str, module: nn.Module, top_k: int | None) -> FoundExperts | str:
+    """A module as this package knows experts, or why it cannot be one.
+
+    Args:
+        name: Its name in the whole module.
+        module: One with stacked weights, called as ``experts(hidden, index, weights)``.
+        top_k: Experts that each token is sent to.
+    """
+    if (taken := _arguments(module)) is not None:
+        return f"is called with {taken}, not with hidden states, the experts of each and their weights"
+    own = dict(module.named_parameters())
+    if inner := [key for key in own if "." in key]:
+        return f"holds weights in modules inside of it ({inner[0]})"
+    if not own:
+        return "has no weights"
+    sizes = {parameter.shape[:1] for parameter in own.values()}
+    if len(sizes) != 1 or any(parameter.ndim < 2 for parameter in own.values()):
+        shapes = ", ".join(f"{key} {tuple(parameter.shape)}" for key, parameter in own.items())
+        return f"has weights whose first dimensions are not all its experts ({shapes})"
+    if buffers := [key for key, _ in module.named_buffers()]:
+        return f"has buffers ({', '.join(buffers)}), of which nothing tells whether they are of one expert each"
+    sorted_by_expert = callable(getattr(module, "compute_sorted", None))
+    count = next(iter(own.values())).shape[0]
+    return FoundExperts(name, module, count, top_k, tuple(own), _by_method if sorted_by_expert else compute)
+
+
+def is_used(found: FoundExperts) -> bool:
+    """Whether it is the module's own forward that computes."""
+    return found.compute is compute
+
+
+def compute(module: nn.Module, rows_SD: Tensor, counts_M: Tensor) -> Tensor:
+    """What a module makes of rows by its own forward.
+
+    Args:
+        module: Experts, with the weights of M of them.
+        rows_SD: Rows sorted by expert.
+        counts_M: Rows of each, on the CPU.
+
+    Returns:
+        (S, D).
+    """
+    count, device = len(counts_M), rows_SD.device
+    index_S = torch.repeat_interleave(torch.arange(count), counts_M, output_size=len(rows_SD)).to(device)
+    with _counting(module, count):
+        # Not `module.forward`, which sends tokens to other ranks while an axis is at work.
+        out: Tensor = type(module).forward(module, rows_SD, index_S[:, None], rows_SD.new_ones(len(rows_SD), 1))
+    return out if len(rows_SD) else _TakesPart.apply(out, rows_SD, *module.parameters())  # type: ignore[no-untyped-call]
+
+
+def disagreement(found: FoundExperts) -> Problem | None:
+    """What is wrong if a module's forward makes something else of rows when it has half of its experts; nothing without values."""
+    module, own = found.module, dict(found.module.named_parameters())
+    if found.count < 2 or any(parameter.is_meta for parameter in own.values()):
+        return None
+    weight = next(iter(own.values()))
+    width = next((size for size in _widths(own) if _runs(found, size)), None)
+    what = f"The experts {found.name} ({type(module).__name__}) cannot be spread over ranks: "
+    fix = (
+        "Give the class a method compute_sorted(rows, counts) that computes, of rows sorted by expert and numbers of rows for each, what the experts"
+        " that its present weights are make of them."
+    )
+    if width is None:
+        return Problem(f"{what}its forward does not run with half of its {found.count} experts.", fix)
+    rows = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    index = torch.arange(_ROWS) % found.count
+    order = torch.argsort(index, stable=True)
+    rows, counts = rows[order.to(weight.device)], torch.bincount(index, minlength=found.count)
+    half = found.count // 2
+    split = int(counts[:half].sum())
+    with _quiet(module):
+        whole = compute(module, rows, counts)
+        parts = torch.cat(
+            [_part(found, rows[:split], counts[:half], 0), _part(found, rows[split:], counts[half:], half)]
+        )
+        rounding = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 3e-2
+        if torch.allclose(whole, parts, rounding, rounding * float(whole.abs().max())):
+            return None
+    return Problem(
+        f"{what}with half of its {found.count} experts its forward computes other values for the same rows.", fix
+    )
+
+
+def _part(found: FoundExperts, rows: Tensor, counts: Tensor, first: int) -> Tensor:
+    weights = {key: p.detach()[first : first + len(counts)] for key, p in found.module.named_parameters()}
+    out: Tensor = functional_call(
+        _Computing(found.module), {f"module.{key}": w for key, w in weights.items()}, (rows, counts)
+    )
+    return out
+
+
+def _runs(found: FoundExperts, width: int) -> bool:
+    weight = next(found.module.parameters())
+    half = found.count // 2
+    counts = torch.bincount(torch.arange(_ROWS) % half, minlength=half)
+    rows = weight.detach().new_zeros(_ROWS, width)
+    try:
+        with _quiet(found.module):
+            return _part(found, rows, counts, 0).shape == rows.shape
+    except (RuntimeError, IndexError, ValueError):
+        return False
+
+
+def _widths(own: Mapping[str, Tensor]) -> list[int]:
+    return list(dict.fromkeys(size for parameter in own.values() for size in parameter.shape[1:]))
+
+
+class _Computing(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return compute(self.module, rows, counts)
+
+
+class _TakesPart(torch.autograd.Function):
+    """Its first argument; the others get zeros as gradients, so that whoever waits for them gets something."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, out: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*others)
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        others = ctx.saved_tensors  # type: ignore[attr-defined]
+        wanted = ctx.needs_input_grad[1:]  # type: ignore[attr-defined]
+        return grad, *(torch.zeros_like(x) if w else None for x, w in zip(others, wanted, strict=True))
+
+
+def _by_method(module: nn.Module, rows_SD: Tensor, counts_M: Tensor) -> Tensor:
+    out: Tensor = module.compute_sorted(rows_SD, counts_M)  # type: ignore[operator]
+    return out
+
+
+@contextmanager
+def _counting(module: nn.Module, count: int) -> Iterator[None]:
+    """A context in which a module that knows how many experts it has, knows of those that are here."""
+    whole = vars(module).get("num_experts")
+    if not isinstance(whole, int) or whole == count:
+        yield
+        return
+    module.num_experts = count  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.num_experts = whole  # type: ignore[assignment]
+
+
+@contextmanager
+def _quiet(module: nn.Module) -> Iterator[None]:
+    """A context without gradients and without random numbers, that leaves no trace."""
+    training = {inner: inner.training for inner in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            yield
+    finally:
+        for inner, mode in training.items():
+            inner.training = mode
+
+
+def _arguments(module: nn.Module) -> str | None:
+    """``None`` if a module is called with three things, else what it is called with."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    return None if len(positional) == 3 and not needed else f"({', '.join([*positional, *needed])})"

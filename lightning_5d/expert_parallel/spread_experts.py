@@ -1,0 +1,185 @@
+"""The expert axis at work: experts on other ranks than the tokens that go to them, inside Lightning's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_5d.checkpoint.forms import Formed, whole_tensor
+from lightning_5d.expert_parallel.counted import Counted, counting_modules
+from lightning_5d.expert_parallel.counted_over import CountedOver
+from lightning_5d.expert_parallel.door import ExpertDoor
+from lightning_5d.expert_parallel.exchange import TokenExchange, open_exchange
+from lightning_5d.expert_parallel.found import FoundExperts
+from lightning_5d.expert_parallel.load import ExpertLoads
+from lightning_5d.expert_parallel.placement import ExpertWeights
+from lightning_5d.expert_parallel.report import ExpertPlaces, describe_experts
+from lightning_5d.expert_parallel.router_losses import RouterLosses
+from lightning_5d.expert_parallel.row_ranks import RowRanks
+from lightning_5d.expert_parallel.survey import found_experts
+from lightning_5d.mesh import ExpertView, ParallelMesh
+from lightning_5d.parallelism import Parallelized, Part, Problem, StoredForm
+from lightning_5d.tensor_parallel.axis import TensorAxis, open_axis
+from lightning_5d.tensor_parallel.sharded import ShardedLayers
+
+if TYPE_CHECKING:
+    from lightning_5d.expert_parallel.expert import ExpertParallel
+
+
+class SpreadExperts(Parallelized):
+    """Experts spread over the ranks of a place of the pipeline; and, also where they are not, what routers count over ranks.
+
+    Args:
+        module: The user's LightningModule, or this rank's stages of it.
+        plugin: The settings.
+        mesh: The ranks by axis.
+        layers: The experts of the whole module, also those of other stages.
+
+    Attributes:
+        loads: The tokens that come to each layer's experts.
+    """
+
+    def __init__(
+        self, module: nn.Module, plugin: ExpertParallel, mesh: ParallelMesh, layers: Sequence[FoundExperts]
+    ) -> None:
+        self.loads = ExpertLoads.of(layers)
+        self._module, self._plugin, self._mesh, self._layers = module, plugin, mesh, layers
+        self._here = found_experts(module)
+        self._view: ExpertView | None = None
+        self._weights: ExpertWeights | None = None
+        self._exchange: TokenExchange | None = None
+        self._own_axis: TensorAxis | None = None
+        self._ranks: RowRanks | None = None
+        self._doors: list[ExpertDoor] = []
+        self._losses: RouterLosses | None = None
+        if plugin.size > 1 or plugin.tensor > 1:
+            self._view = mesh.expert_view(plugin.size, plugin.tensor)
+            self._weights = ExpertWeights(self._here, self._view, mesh)
+        if plugin.size > 1 and self._view is not None:
+            self._exchange = open_exchange(self._view.device_mesh.get_group("ep"), mesh.device)
+
+    @override
+    def all_at_work(self, axes: Sequence[Parallelized]) -> None:
+        self._ranks = RowRanks.of(self._mesh, axes)
+        for router in counting_modules(self._module):
+            router.counted = CountedOver(self._ranks)
+        self._losses = RouterLosses(self._module, CountedOver(self._ranks))
+        axis = self._tensor_axis(axes)
+        for layer in self._here:
+            door = ExpertDoor(
+                layer,
+                self._ranks,
+                self.loads[layer.name],
+                self._exchange,
+                axis,
+                has_parts=self._plugin.tensor > 1,
+                capacity=self._plugin.capacity,
+            )
+            self._doors.append(door)
+        self._refresh()
+
+    def _tensor_axis(self, axes: Sequence[Parallelized]) -> TensorAxis | None:
+        if self._view is None or self._mesh.size("tp") == 1:
+            return None
+        shared = next((axis.axis for axis in axes if isinstance(axis, ShardedLayers)), None)
+        if shared is None:
+            self._own_axis = open_axis(self._mesh.group("tp"), self._mesh.device)
+        return shared or self._own_axis
+
+    @override
+    def step_context(self) -> AbstractContextManager[None]:
+        return super().step_context() if self._losses is None else self._losses.step()
+
+    @override
+    def begin_microbatch(self, *, last: bool) -> None:
+        self._refresh()
+
+    @contextmanager
+    @override
+    def scheduled(self, parts: Sequence[Part], *, last: bool, backward: bool) -> Iterator[None]:
+        self._refresh()
+        yield
+
+    def _refresh(self) -> None:
+        if self._weights is not None:
+            self._weights.refresh()
+
+    @override
+    def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
+        return () if self._weights is None else self._weights.gradient_axes(parameter)
+
+    @override
+    def stored_forms(self) -> Mapping[str, StoredForm]:
+        return {} if self._weights is None else self._weights.forms
+
+    @override
+    def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
+        return [] if self._weights is None else self._weights.optimizer_problems(optimizers)
+
+    @override
+    def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
+        return self._alone() if uneven else super().evaluation_context(uneven=uneven)
+
+    @contextmanager
+    @override
+    def unsharded(self) -> Iterator[None]:
+        with self._alone():
+            yield
+
+    # [Note: experts without other ranks]
+    # Where data ranks may have different numbers of batches, or only one of them calls the module, nobody answers an exchange. All experts are
+    # gathered before, as they are at rest, and a door computes with them in place of what is in the module.
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._ranks is not None:
+                stack.enter_context(self._ranks.apart())
+            if self._weights is not None:
+                for door in self._doors:
+                    stack.enter_context(door.alone(self._whole(door.layer)))
+            yield
+
+    def _whole(self, layer: FoundExperts) -> dict[str, Tensor]:
+        forms = self.stored_forms()
+        whole = {}
+        for key in layer.stacked:
+            parameter, form = layer.module._parameters[key], forms.get(f"{layer.name}.{key}")
+            if parameter is not None:
+                whole[key] = whole_tensor(parameter if form is None else Formed(parameter, form)).detach()
+        return whole
+
+    @override
+    def describe(self) -> str:
+        view = self._view
+        same = 1 if view is None else int(view.device_mesh["edp"].size())
+        places = ExpertPlaces(self._plugin.size, same, self._plugin.tensor, self._mesh.size("dp_replicate"))
+        return describe_experts(self._layers, places)
+
+    @override
+    def memory(self) -> Iterable[tuple[str, Tensor]]:
+        if self._ranks is not None:
+            yield from self._ranks.memory()
+        for held in (self._exchange, self._own_axis):
+            if held is None:
+                continue
+            for tensor in held.memory():
+                yield "communication buffers", tensor
+            for tensor in held.mapped():
+                yield "memory of other ranks", tensor
+
+    @override
+    def close(self) -> None:
+        for router in counting_modules(self._module):
+            router.counted = Counted()
+        if self._losses is not None:
+            self._losses.close()
+        while self._doors:
+            self._doors.pop().take_off()
+        for held in (self._ranks, self._exchange, self._own_axis):
+            if held is not None:
+                held.close()
