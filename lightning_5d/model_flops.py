@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,28 +61,22 @@ def shared_attention(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> I
     batch, heads, tokens, size = query.shape
     keys, values = (batch, heads, ranks * tokens, size), (batch, heads, ranks * tokens, value.shape[-1])
     forward = int(sdpa_flop_count(query.shape, keys, values))  # type: ignore[no-untyped-call]
-    trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    with _counted_as(forward * (3 if trained else 1)):
+    with counted_as(forward, 2 if any(tensor.requires_grad for tensor in (query, key, value)) else 0):
         yield
 
 
-def counted_product(operations: int, *factors: Tensor) -> AbstractContextManager[None]:
-    """A context in which one product is computed, whatever is run for it: it counts as a matrix product does.
+@contextmanager
+def counted_as(forward: int, backward_ratio: int) -> Iterator[None]:
+    """A context whose operations count as so many, however they are computed: what an autograd function does is not seen to have a backward.
 
     Args:
-        operations: Floating-point operations of the product.
-        factors: What is multiplied.
+        forward: Floating-point operations of the forward.
+        backward_ratio: Those of the backward, as a multiple of it.
     """
-    needed = sum(factor.requires_grad for factor in factors) if torch.is_grad_enabled() else 0
-    return _counted_as(operations * (1 + needed))
-
-
-@contextmanager
-def _counted_as(operations: int) -> Iterator[None]:
     # Private; checked with torch 2.13.
     counters = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, ModelFlops) and not mode.paused]
     for counter in counters:
-        counter.total += operations
+        counter.total += forward * (1 + (backward_ratio if torch.is_grad_enabled() else 0))
         counter.paused = True
     try:
         yield
@@ -97,7 +91,9 @@ def forward_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
     if packet is _CPU_ATTENTION:  # torch 2.13 has no formula for the CPU's kernel
         query, key, value = args[:3]
         return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
-    if packet is _GROUPED:  # nor for products of groups, of which the first factor or the second has all rows
+    if (
+        packet is _GROUPED
+    ):  # nor for products of groups, whose rows are in one of the first factor's dimensions or the other
         return 2 * int(args[0].numel()) * int(args[1].shape[-1])
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0

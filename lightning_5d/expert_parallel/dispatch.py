@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_5d.expert_parallel.exchange import Routes, TokenExchange
 from lightning_5d.expert_parallel.permutation import Empty, gather_rows, sort_choices, weighted_sum
+from lightning_5d.hidden_operations import hidden_operations
 from lightning_5d.tensor_parallel.axis import Arriving
 
 Drop = Literal["probability", "position"]
@@ -123,14 +124,16 @@ class Way:
         exchange: TokenExchange | None = None,
         kept_NK: Tensor | None = None,
     ) -> None:
-        self._permutation = sort_choices(index_NK, experts, kept_NK)
         self._exchange, self._dtype, self._size = exchange, hidden_ND.dtype, hidden_ND.shape[1]
         self._routes: Routes | None = None
-        if exchange is None:
-            self.counts_M = self._permutation.counts_E.cpu()
-        else:
-            self._routes = exchange.routes(self._permutation.counts_E, hidden_ND.shape[1] * hidden_ND.itemsize)
-            self.counts_M = self._routes.received_M
+        with hidden_operations():
+            self._permutation = sort_choices(index_NK, experts, kept_NK)
+            if exchange is None:
+                self.counts_M = self._permutation.counts_E.cpu()
+            else:
+                self._routes = exchange.routes(self._permutation.counts_E, self._size * hidden_ND.itemsize)
+                self.counts_M = self._routes.received_M
+            self._rows = int(self.counts_M.sum())
         self._hidden: Tensor | None = hidden_ND
         self._under_way: tuple[Tensor, _Crossing] | Tensor | None = None
 
@@ -151,9 +154,8 @@ class Way:
         Raises:
             ValueError: If it is not one row for each, of the same size.
         """
-        expected = (int(self.counts_M.sum()), self._size)
-        if tuple(out_SD.shape) != expected:
-            raise ValueError(f"Experts made {tuple(out_SD.shape)} of {expected[0]} rows of {expected[1]}.")
+        if tuple(out_SD.shape) != (self._rows, self._size):
+            raise ValueError(f"Experts made {tuple(out_SD.shape)} of {self._rows} rows of {self._size}.")
         self._start(out_SD, back=True)
 
     def finish(self, weights_NK: Tensor) -> Tensor:
@@ -187,6 +189,9 @@ class Way:
 # the second and arrive in the first, and what was computed in between has its backward in between. The engine takes nodes that are
 # ready in the reverse order of their making, whatever the router chose, so ranks meet. What goes from node to node is a ticket without elements,
 # which stands for the rows, and the `_Crossing` beside it.
+#
+# Selective recomputation sees nothing of all this: how many operations it takes depends on the choices, and memory that others read serves
+# again. A block that is computed again sends again.
 class _Crossing:
     """Rows, or gradients of rows, between their start and their arrival."""
 
@@ -197,13 +202,15 @@ class _Crossing:
 
     def start(self, rows: Tensor, back: bool) -> None:
         exchange = self.exchange
-        self.arriving = (exchange.start_return if back else exchange.start_dispatch)(rows, self.routes)
+        with hidden_operations():
+            self.arriving = (exchange.start_return if back else exchange.start_dispatch)(rows, self.routes)
 
     def wait(self) -> Tensor:
         arriving, self.arriving = self.arriving, None
         if arriving is None:
             raise RuntimeError("No rows are under way: a backward of experts was run in parts, or has failed before.")
-        return arriving.wait()
+        with hidden_operations():
+            return arriving.wait()
 
 
 class _Start(torch.autograd.Function):

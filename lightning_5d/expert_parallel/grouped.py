@@ -6,6 +6,7 @@ Legend: S rows, M experts, I and O features in and out.
 # [Note: one product or many]
 # torch's own product of groups goes over the experts inside of one call, on a GPU in one kernel; it asks for 32 or 16 bits, and for rows of
 # whole 16 bytes. Where it does not fit, a loop over the experts writes into the parts of one result: the same products, one call each.
+# Recomputation knows torch's product, and may keep what it returns; the loop is not the same for all choices of experts, so it is run again.
 # Either way they run inside of functions of our own, for autograd's formula of torch's product wants gradients that lie close together,
 # gives gradients of matrices in another order than theirs, and knows nothing of schedules that leave these for later.
 
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_5d.model_flops import counted_product
+from lightning_5d.hidden_operations import hidden_operations
+from lightning_5d.model_flops import counted_as
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
 from lightning_5d.pipeline_parallel.weight_products import Product
 
@@ -49,12 +51,26 @@ def grouped_linear(rows_SI: Tensor, weights_MOI: Tensor, counts_M: Tensor) -> Te
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         rows_SI, weights_MOI = rows_SI.to(dtype), weights_MOI.to(dtype)
-    with counted_product(2 * counts.rows * weights_MOI[0].numel(), rows_SI, weights_MOI):
-        if weights_MOI.stride(2) == 1:
-            out: Tensor = _Rows.apply(rows_SI, weights_MOI, counts, True)  # type: ignore[no-untyped-call]
-        else:
-            out = _Rows.apply(rows_SI, weights_MOI.transpose(1, 2), counts, False)  # type: ignore[no-untyped-call]
+    transposed = weights_MOI.stride(2) == 1
+    matrices = weights_MOI if transposed else _untransposed(weights_MOI)
+    operations = 2 * counts.rows * weights_MOI.shape[1] * weights_MOI.shape[2]
+    with counted_as(operations, rows_SI.requires_grad + weights_MOI.requires_grad):
+        out: Tensor = _Rows.apply(rows_SI, matrices, counts, transposed)  # type: ignore[no-untyped-call]
     return out
+
+
+def _untransposed(weights: Tensor) -> Tensor:
+    """The transpose of matrices; the parameter itself if they are its transpose."""
+    base = weights._base
+    if type(base) is nn.Parameter and base.requires_grad == weights.requires_grad:
+        turned = base.transpose(1, 2) if base.ndim == 3 else base
+        if (
+            turned.shape == weights.shape
+            and turned.stride() == weights.stride()
+            and base.data_ptr() == weights.data_ptr()
+        ):
+            return base
+    return weights.transpose(1, 2)
 
 
 class Counts:
@@ -84,26 +100,27 @@ class Counts:
 
 
 class GroupedProduct(Product):
-    """`grouped_linear` for given numbers of rows: the weight is ``(M, O, I)``.
+    """`grouped_linear` for given numbers of rows.
 
     Args:
         counts: Rows of each expert.
+        transposed: The weight is ``(M, O, I)``; else ``(M, I, O)``.
     """
 
-    def __init__(self, counts: Counts) -> None:
-        self.counts = counts
+    def __init__(self, counts: Counts, transposed: bool = True) -> None:
+        self.counts, self.transposed = counts, transposed
 
     @override
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _rows(x, weight.transpose(1, 2), self.counts)
+        return _rows(x, weight.transpose(1, 2) if self.transposed else weight, self.counts)
 
     @override
     def input_gradient(self, grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-        return _rows(grad, weight, self.counts)
+        return _rows(grad, weight if self.transposed else weight.transpose(1, 2), self.counts)
 
     @override
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return _matrices(grad, x, self.counts)
+        return _matrices(*self._factors(grad, x), self.counts)
 
     @override
     def bias_gradient(self, grad: Tensor) -> Tensor:
@@ -114,9 +131,13 @@ class GroupedProduct(Product):
         if total.dtype != grad.dtype:
             super().add_weight_gradient(total, grad, x, weight)
             return
-        for into, left, right in zip(total, _each(grad, self.counts), _each(x, self.counts), strict=True):
-            if len(left):
-                into.addmm_(left.t(), right)
+        left, right = (_each(factor, self.counts) for factor in self._factors(grad, x))
+        for into, some, others in zip(total, left, right, strict=True):
+            if len(some):
+                into.addmm_(some.t(), others)
+
+    def _factors(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (grad, x) if self.transposed else (x, grad)
 
 
 class _Rows(torch.autograd.Function):
@@ -126,7 +147,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, counts: Counts, transposed: bool) -> Tensor:
         ctx.save_for_backward(rows if matrices.requires_grad else None, matrices if rows.requires_grad else None)
         ctx.counts, ctx.transposed = counts, transposed
-        ctx.weight = matrices if type(matrices) is nn.Parameter and transposed else None
+        ctx.weight = matrices if type(matrices) is nn.Parameter else None
         return _rows(rows, matrices.transpose(1, 2) if transposed else matrices, counts)
 
     @staticmethod
@@ -140,7 +161,8 @@ class _Rows(torch.autograd.Function):
         if of_matrices and ctx.weight is not None and not torch.is_grad_enabled():
             deferred = DeferredWeights.collecting_now()
             if deferred is not None:
-                of_matrices, _ = deferred.put_off(GroupedProduct(ctx.counts), rows, grad, ctx.weight, None)
+                product = GroupedProduct(ctx.counts, ctx.transposed)
+                of_matrices, _ = deferred.put_off(product, rows, grad, ctx.weight, None)
         if of_matrices:
             pair = (grad, rows) if ctx.transposed else (rows, grad)
             grad_matrices = _Matrices.apply(*pair, ctx.counts)  # type: ignore[no-untyped-call]
@@ -170,12 +192,13 @@ class _Matrices(torch.autograd.Function):
 def _rows(rows: Tensor, matrices: Tensor, counts: Counts) -> Tensor:
     """Rows of one expert after the other times its matrix (in, out)."""
     rows = rows.contiguous()
-    if counts.rows and _fits(rows, matrices):
+    if _fits(rows, matrices) and (counts.rows or rows.device.type == "cpu"):
         return F.grouped_mm(rows, matrices, offs=counts.ends(rows.device))
-    out = rows.new_empty((len(rows), matrices.shape[2]))
-    for some, matrix, into in zip(_each(rows, counts), matrices, _each(out, counts), strict=True):
-        if len(some):
-            torch.mm(some, matrix, out=into)
+    with hidden_operations():
+        out = rows.new_empty((len(rows), matrices.shape[2]))
+        for some, matrix, into in zip(_each(rows, counts), matrices, _each(out, counts), strict=True):
+            if len(some):
+                torch.mm(some, matrix, out=into)
     return out
 
 

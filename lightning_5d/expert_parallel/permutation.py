@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_5d.hidden_operations import hidden_operations
+
 Empty = Callable[[Sequence[int], Tensor], Tensor]
 """Uninitialised memory of a shape, of the dtype and on the device of a tensor."""
 
@@ -102,9 +104,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, permutation: Permutation, empty: Empty | None) -> Tensor:
         ctx.permutation = permutation
         index = permutation.token_S
-        if empty is None or not hidden.is_contiguous():
-            return hidden.index_select(0, index)
-        return torch.index_select(hidden, 0, index, out=empty((len(index), hidden.shape[1]), hidden))
+        with hidden_operations():
+            if empty is None or not hidden.is_contiguous():
+                return hidden.index_select(0, index)
+            return torch.index_select(hidden, 0, index, out=empty((len(index), hidden.shape[1]), hidden))
 
     @staticmethod
     @once_differentiable
@@ -120,7 +123,8 @@ class _WeightedSum(torch.autograd.Function):
         # A recomputation ends when it has all that was saved: not before this, then, with rows under way.
         ctx.save_for_backward(rows if weights.requires_grad else None, weights)
         ctx.permutation, ctx.empty, ctx.dtype = permutation, empty or _new, rows.dtype
-        return _summed(rows, weights, permutation).to(dtype)
+        with hidden_operations():
+            return _summed(rows, weights, permutation).to(dtype)
 
     @staticmethod
     @once_differentiable

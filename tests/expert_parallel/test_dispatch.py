@@ -2,19 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_5d.expert_parallel.collective_exchange import CollectiveTokenExchange
 from lightning_5d.expert_parallel.dispatch import Capacity, Way, kept_by_capacity, limit_of, through_experts
 from lightning_5d.expert_parallel.exchange import TokenExchange, open_exchange
 from lightning_5d.expert_parallel.grouped import grouped_linear
 from lightning_5d.expert_parallel.host_exchange import HostTokenExchange
+from lightning_5d.saved_operations import SavedOperations
 from tests.ranks.pool import RankPool
 
 KINDS = ["shared memory", "gloo"]
@@ -182,6 +184,12 @@ def _checkpointed(*args: Any) -> Tensor:
     return out
 
 
+def _selective(*args: Any) -> Tensor:
+    context = partial(create_selective_checkpoint_contexts, SavedOperations(("matmul", "cat", "index_select", "sort")))
+    out: Tensor = checkpoint(through_experts, *args, use_reentrant=False, context_fn=context)  # type: ignore[assignment]
+    return out
+
+
 def _overlapped(
     hidden: Tensor,
     index: Tensor,
@@ -219,7 +227,7 @@ def _ways(rank: int, kind: str) -> None:
         tokens = batch(sum(sizes), "spread", limit=0.75)
         tokens.hidden.requires_grad_(trains_hidden)
         whole = expected(tokens)
-        for run in (through_experts, _checkpointed, _overlapped):
+        for run in (through_experts, _checkpointed, _selective, _overlapped):
             if trains_hidden or run is not _overlapped:
                 tokens.weights.grad = None
                 compare(rank, sizes, whole, found(rank, sizes, tokens, exchange, run), 1e-5)

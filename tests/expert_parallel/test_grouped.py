@@ -1,15 +1,19 @@
 """Grouped products are those of a plain loop over the experts, whichever way they are computed, and so are their gradients."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_5d.expert_parallel import grouped
 from lightning_5d.expert_parallel.grouped import grouped_linear
 from lightning_5d.model_flops import ModelFlops
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
+from lightning_5d.saved_operations import SavedOperations
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0]]
 FITTING, ODD = (8, 16), (7, 5)
@@ -126,13 +130,38 @@ def test_operations_count_as_those_of_one_linear_layer_over_the_same_rows(sizes:
     assert torchs.total == 2 * 9 * 8 * 16
 
 
-def test_a_schedule_can_leave_the_gradients_of_matrices_for_later() -> None:
-    rows, weights, numbers = operands(FITTING, COUNTS[0], torch.float32)
+@pytest.mark.parametrize(("sizes", "kept"), [(FITTING, 1), (ODD, 0)], ids=["fitting", "odd"])
+def test_recomputation_may_keep_what_torchs_product_returns(sizes: tuple[int, int], kept: int) -> None:
+    rows, weights, numbers = operands(sizes, COUNTS[0], torch.float32)
+    asked: list[bool] = []
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        answer = SavedOperations()(context, operation, *args, **kwargs)
+        asked.append(answer == CheckpointPolicy.MUST_SAVE)
+        return answer
+
+    def checkpointed(*args: Tensor) -> Tensor:
+        context = partial(create_selective_checkpoint_contexts, policy)
+        out: Tensor = checkpoint(lambda *x: grouped_linear(*x).sin(), *args, use_reentrant=False, context_fn=context)  # type: ignore[assignment]
+        return out
+
+    found = gradients(checkpointed, rows, weights, numbers)
+    expected = gradients(lambda *x: grouped_linear(*x).sin(), rows, weights, numbers)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert sum(asked) == kept
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["as linear layers", "transposed"])
+@pytest.mark.parametrize("sizes", [FITTING, ODD], ids=["fitting", "odd"])
+def test_a_schedule_can_leave_the_gradients_of_matrices_for_later(turned: bool, sizes: tuple[int, int]) -> None:
+    rows, weights, numbers = operands(sizes, COUNTS[0], torch.float32)
     _, of_rows, of_weights = gradients(grouped_linear, rows, weights, numbers)
+    if turned:
+        weights, of_weights = nn.Parameter(weights.detach().transpose(1, 2).contiguous()), of_weights.transpose(1, 2)
     deferred = DeferredWeights([])
     for times in (1, 2):
         rows.grad = None
-        out = grouped_linear(rows, weights, numbers)
+        out = grouped_linear(rows, weights.transpose(1, 2) if turned else weights, numbers)
         with deferred.collecting() as queue:
             out.cos().sum().backward()
         assert len(queue) == 1
