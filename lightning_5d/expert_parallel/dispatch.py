@@ -39,6 +39,11 @@ def limit_of(tokens: int, top_k: int, experts: int, factor: float) -> int:
     return math.ceil(Fraction(repr(factor)) * tokens * top_k / experts)
 
 
+def is_of_somebody(index: Tensor, experts: int) -> Tensor:
+    """Which choices are of an expert that there is, as booleans; many models write -1, or the number of experts, for none."""
+    return (index >= 0) & (index < experts)
+
+
 def kept_by_capacity(index_NK: Tensor, weights_NK: Tensor, experts: int, capacity: Capacity) -> Tensor:
     """Which choices are kept, as booleans (N, K), of all tokens of a microbatch.
 
@@ -46,7 +51,8 @@ def kept_by_capacity(index_NK: Tensor, weights_NK: Tensor, experts: int, capacit
     """
     tokens, top_k = index_NK.shape
     limit = limit_of(tokens, top_k, experts, capacity.factor)
-    index = index_NK.reshape(-1)
+    # What is nobody's waits in a queue of its own.
+    index = index_NK.masked_fill(~is_of_somebody(index_NK, experts), experts).reshape(-1)
     if capacity.drop == "probability":
         by_weight = weights_NK.detach().reshape(-1).argsort(descending=True, stable=True)
         order = by_weight[index[by_weight].argsort(stable=True)]
@@ -68,6 +74,7 @@ def through_experts(
     compute: Callable[[Tensor, Tensor], Tensor],
     exchange: TokenExchange | None = None,
     kept_NK: Tensor | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """The weighted sum of what each token's experts make of it, as (N, D).
 
@@ -82,8 +89,9 @@ def through_experts(
         compute: ``(rows_SD, counts_M) -> (S, D)`` for the M experts of this rank, rows sorted by expert.
         exchange: The ranks that hold the experts, E / M of them in order; ``None`` if this one holds all.
         kept_NK: Choices that are not left out.
+        layer: The layer's number, by which ranks notice that they are at different ones.
     """
-    way = Way(hidden_ND, index_NK, experts, exchange, kept_NK)
+    way = Way(hidden_ND, index_NK, experts, exchange, kept_NK, layer)
     way.start_dispatch()
     way.start_return(compute(way.arrived(), way.counts_M))
     return way.finish(weights_NK)
@@ -111,6 +119,7 @@ class Way:
         experts: How many there are.
         exchange: The ranks that hold them; ``None`` if this one holds all.
         kept_NK: Choices that are not left out.
+        layer: The layer's number.
 
     Attributes:
         counts_M: Rows that come to each of this rank's experts; on the CPU.
@@ -123,6 +132,7 @@ class Way:
         experts: int,
         exchange: TokenExchange | None = None,
         kept_NK: Tensor | None = None,
+        layer: int = 0,
     ) -> None:
         self._exchange, self._dtype, self._size = exchange, hidden_ND.dtype, hidden_ND.shape[1]
         self._routes: Routes | None = None
@@ -131,7 +141,7 @@ class Way:
             if exchange is None:
                 self.counts_M = self._permutation.counts_E.cpu()
             else:
-                self._routes = exchange.routes(self._permutation.counts_E, self._size * hidden_ND.itemsize)
+                self._routes = exchange.routes(self._permutation.counts_E, self._size * hidden_ND.itemsize, layer)
                 self.counts_M = self._routes.received_M
             self._rows = int(self.counts_M.sum())
         self._hidden: Tensor | None = hidden_ND

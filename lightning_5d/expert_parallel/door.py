@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -11,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_5d.expert_parallel.dispatch import Capacity, kept_by_capacity, through_experts
+from lightning_5d.expert_parallel.dispatch import Capacity, is_of_somebody, kept_by_capacity, through_experts
 from lightning_5d.expert_parallel.exchange import TokenExchange
+from lightning_5d.expert_parallel.experts import compute_experts
 from lightning_5d.expert_parallel.found import FoundExperts
 from lightning_5d.expert_parallel.load import LayerLoad
 from lightning_5d.expert_parallel.row_ranks import RowRanks
 from lightning_5d.expert_parallel.rows import through_rows
+from lightning_5d.hidden_operations import hidden_operations
 from lightning_5d.replaced_forward import AroundForward
 from lightning_5d.tensor_parallel.axis import TensorAxis
 
@@ -34,6 +37,7 @@ class ExpertDoor(AroundForward):
         axis: The ranks of the tensor axis; ``None`` if there is one, or if it has nothing to do with experts.
         has_parts: Whether each of these has a part of every expert.
         capacity: A limit on the tokens of an expert, if there is one.
+        number: The layer's, in `TokenExchange.layers`.
     """
 
     def __init__(
@@ -46,29 +50,34 @@ class ExpertDoor(AroundForward):
         *,
         has_parts: bool,
         capacity: Capacity | None,
+        number: int = 0,
     ) -> None:
         super().__init__(layer.module)
         self.layer = layer
         self._ranks, self._load, self._exchange, self._axis = ranks, load, exchange, axis
-        self._has_parts, self._capacity = has_parts, capacity
+        self._has_parts, self._capacity, self._number = has_parts, capacity, number
         self._whole: Mapping[str, Tensor] | None = None
         self._names = tuple(inspect.signature(self.original).parameters)
+        # The block of this package leaves nothing to nobody, and its experts raise at what is none.
+        self._may_choose_none = layer.compute is not compute_experts
         layer.module.__dict__["forward"] = self
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the experts' own forward: ``(hidden_ND, index_NK, weights_NK) -> (N, D)``."""
-        hidden, index, weights = (*args, *(kwargs[name] for name in self._names[len(args) : 3]))
-        index_NK, weights_NK = index.reshape(-1, index.shape[-1]), weights.reshape(-1, weights.shape[-1])
+        given = (*args, *(kwargs.get(name) for name in self._names[len(args) : 3]))
+        if self._exchange is None and not self._has_parts and self._capacity is None:
+            self._look(*given)
+            out: Tensor = self.run(*args, **kwargs)
+            return out
+        hidden, index, weights = given
+        index_NK, weights_NK = self._choices(hidden, index, weights)
         real_N, kept_NK = self._ranks.real(len(index_NK)), None
         if self._capacity is not None:
             whole = self._ranks.choices(index_NK, weights_NK)
             kept_NK = self._ranks.part(kept_by_capacity(*whole, self.layer.count, self._capacity))
         if self._load.counting and self._ranks.is_first:
             self._load.add_choices(index_NK, real_N, kept_NK)
-        if self._exchange is None and not self._has_parts and kept_NK is None:
-            out: Tensor = self.run(*args, **kwargs)
-            return out
         is_cut = self._ranks.is_cut
         if real_N is not None and kept_NK is None and not (is_cut and self._has_parts):
             # Padding has somewhere to go as well, and nobody misses it. Not where other ranks, which may have none, get this rank's choices.
@@ -88,10 +97,44 @@ class ExpertDoor(AroundForward):
         # Not a view of itself: FSDP2, whose group the experts may be, warns of views.
         return out if out.shape == hidden.shape else out.view_as(hidden)
 
+    def _look(self, hidden: Any, index: Any, *_: Any) -> None:
+        """Counts choices of experts that compute by themselves, and may be called with anything."""
+        if not (self._load.counting and self._ranks.is_first):
+            return
+        if isinstance(hidden, Tensor) and isinstance(index, Tensor) and _are_choices(hidden, index):
+            index_NK = index.reshape(math.prod(hidden.shape[:-1]), -1)
+            self._load.add_choices(index_NK, self._ranks.real(len(index_NK)))
+
+    def _choices(self, hidden: Any, index: Any, weights: Any) -> tuple[Tensor, Tensor]:
+        """The experts of each row and their weights, both (N, K); a router of one expert per token may leave K out.
+
+        Raises:
+            TypeError: If something is no tensor.
+            ValueError: If the experts of rows are no whole numbers, or there are not as many of anything as rows.
+        """
+        called = f"{self.layer.name}({', '.join(self._names[:3])})"
+        if not all(isinstance(x, Tensor) for x in (hidden, index, weights)):
+            kinds = ", ".join(type(x).__name__ for x in (hidden, index, weights))
+            raise TypeError(f"{called} got {kinds}: experts that are spread over ranks take three tensors.")
+        if not _are_choices(hidden, index) or weights.numel() != index.numel():
+            got = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in (hidden, index, weights))
+            raise ValueError(
+                f"{called} got {got}: experts that are spread over ranks take rows (N, D), K experts of each (N, K) as whole numbers, and as many"
+                " weights (N, K)."
+            )
+        index_NK = index.reshape(math.prod(hidden.shape[:-1]), -1)
+        return index_NK, weights.reshape(index_NK.shape)
+
     def _through(self, hidden: Tensor, index: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
         compute, exchange = partial(self.layer.compute, self.module), self._exchange
+        if self._may_choose_none:
+            with hidden_operations():
+                chosen = is_of_somebody(index, self.layer.count)
+                if not bool(chosen.all()):
+                    kept = chosen if kept is None else kept & chosen
+                    index = index.clamp(0, self.layer.count - 1)
         if self._whole is None:
-            return through_experts(hidden, index, weights, self.layer.count, compute, exchange, kept)
+            return through_experts(hidden, index, weights, self.layer.count, compute, exchange, kept, self._number)
         with self._swapped(self._whole):
             return through_experts(hidden, index, weights, self.layer.count, compute, None, kept)
 
@@ -123,3 +166,10 @@ class ExpertDoor(AroundForward):
     def __getstate__(self) -> dict[str, Any]:
         # A pickled copy can be looked at, and not be run.
         return {"module": self.module, "previous": self.previous}
+
+
+def _are_choices(hidden: Tensor, index: Tensor) -> bool:
+    """Whether these can be the experts of rows: some for each, as whole numbers."""
+    if index.is_floating_point() or index.dtype == torch.bool or hidden.ndim < 2:
+        return False
+    return index.shape == hidden.shape[:-1] or index.shape[:-1].numel() == hidden.shape[:-1].numel()

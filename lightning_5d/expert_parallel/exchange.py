@@ -48,24 +48,27 @@ class TokenExchange(ABC):
         rank: This rank's place.
         size: Ranks.
         traffic: What was sent, this rank's own rows included, as ``"all_to_all"``.
+        layers: Names of the layers that use it, by number; for what is said to people.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         self.traffic = Traffic()
+        self.layers: Sequence[str] = ()
 
     @abstractmethod
-    def routes(self, counts_E: Tensor, row_bytes: int) -> Routes:
+    def routes(self, counts_E: Tensor, row_bytes: int, layer: int = 0) -> Routes:
         """Tells the others how many rows go to each expert.
 
         Args:
             counts_E: This rank's rows for each of all experts, integers.
             row_bytes: The size of a row.
+            layer: The number of the layer whose rows they are.
 
         Raises:
             ValueError: If the ranks do not divide the experts.
-            RuntimeError: If another rank has other experts, or other rows.
+            RuntimeError: If another rank has other experts, or other rows, or is at another layer.
         """
 
     @abstractmethod
@@ -75,6 +78,25 @@ class TokenExchange(ABC):
     @abstractmethod
     def start_return(self, rows_SD: Tensor, routes: Routes) -> Arriving:
         """Starts to send rows, as `start_dispatch` gave them, back to where they came from; what arrives is sorted by expert."""
+
+    def check(self, said_R2: Tensor) -> None:
+        """Checks what each rank has told beside its numbers of rows: the size of a row, and the layer.
+
+        Raises:
+            RuntimeError: If another rank has told something else.
+        """
+        check_same("bytes in a row", said_R2[:, 0].tolist(), self.rank)
+        layers = said_R2[:, 1].tolist()
+        other = next((rank for rank, layer in enumerate(layers) if layer != layers[self.rank]), None)
+        if other is not None:
+            mine, theirs = (
+                self.layers[layer] if layer < len(self.layers) else f"layer {layer}"
+                for layer in (layers[self.rank], layers[other])
+            )
+            raise RuntimeError(
+                f"Rank {other} of the expert group has come to the experts of {theirs} where rank {self.rank} is at those of {mine}: its ranks have"
+                " to run the same layers in one order. Where layers are left out at random (LayerDrop), draw the numbers alike on all ranks."
+            )
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Uninitialised contiguous memory, from which the ``start_…`` methods may send without a copy.

@@ -74,6 +74,9 @@ class SpreadExperts(Parallelized):
             router.counted = CountedOver(self._ranks, partial(self._holders, router, axes))
         self._losses = RouterLosses(self._module, CountedOver(self._ranks))
         axis = self._tensor_axis(axes)
+        names = [layer.name for layer in self._layers]
+        if self._exchange is not None:
+            self._exchange.layers = names
         for layer in self._here:
             door = ExpertDoor(
                 layer,
@@ -83,6 +86,7 @@ class SpreadExperts(Parallelized):
                 axis,
                 has_parts=self._plugin.tensor > 1,
                 capacity=self._plugin.capacity,
+                number=names.index(layer.name),
             )
             self._doors.append(door)
         self._refresh()
