@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -102,7 +101,7 @@ class ExpertDoor(AroundForward):
         if not (self._load.counting and self._ranks.is_first):
             return
         if isinstance(hidden, Tensor) and isinstance(index, Tensor) and _are_choices(hidden, index):
-            index_NK = index.reshape(math.prod(hidden.shape[:-1]), -1)
+            index_NK = _by_row(hidden, index)
             self._load.add_choices(index_NK, self._ranks.real(len(index_NK)))
 
     def _choices(self, hidden: Any, index: Any, weights: Any) -> tuple[Tensor, Tensor]:
@@ -122,7 +121,7 @@ class ExpertDoor(AroundForward):
                 f"{called} got {got}: experts that are spread over ranks take rows (N, D), K experts of each (N, K) as whole numbers, and as many"
                 " weights (N, K)."
             )
-        index_NK = index.reshape(math.prod(hidden.shape[:-1]), -1)
+        index_NK = _by_row(hidden, index)
         return index_NK, weights.reshape(index_NK.shape)
 
     def _through(self, hidden: Tensor, index: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
@@ -173,3 +172,7 @@ def _are_choices(hidden: Tensor, index: Tensor) -> bool:
     if index.is_floating_point() or index.dtype == torch.bool or hidden.ndim < 2:
         return False
     return index.shape == hidden.shape[:-1] or index.shape[:-1].numel() == hidden.shape[:-1].numel()
+
+
+def _by_row(hidden: Tensor, index: Tensor) -> Tensor:
+    return index.reshape(-1, 1 if index.shape == hidden.shape[:-1] else index.shape[-1])

@@ -92,10 +92,14 @@ def disagreement(found: FoundExperts) -> Problem | None:
     half = found.count // 2
     split = int(counts[:half].sum())
     with _quiet(module):
-        whole = found.compute(module, rows, counts)
-        parts = torch.cat(
-            [_part(found, rows[:split], counts[:half], 0), _part(found, rows[split:], counts[half:], half)]
-        )
+        try:
+            whole = found.compute(module, rows, counts)
+            halves = (rows[:split], counts[:half], 0), (rows[split:], counts[half:], half)
+            parts = torch.cat([_part(found, *part) for part in halves])
+        except Exception as error:  # anybody's code
+            return Problem(
+                f"{what}its forward does not run with rows of one expert each ({type(error).__name__}: {error}).", fix
+            )
         rounding = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 3e-2
         if not torch.allclose(whole, parts, rounding, rounding * float(whole.abs().max())):
             return Problem(
