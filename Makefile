@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SHORT  := trainer.max_steps=3 trainer.limit_val_batches=0 callbacks.checkpoint=null callbacks.loss_plot=null callbacks.text_sample=null
 
-.PHONY: demo memory-chart pipeline-chart long-context-chart test lint bench clean
+.PHONY: demo memory-chart pipeline-chart long-context-chart moe-chart test lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -31,6 +31,9 @@ long-context-chart: $(READY) ## draw the memory of one long sequence in one proc
 	$(BIN)/fived train recipe=long_context context.size=1 $(SHORT) hydra.run.dir=outputs/long_context/one_process
 	$(BIN)/fived train recipe=long_context $(SHORT) hydra.run.dir=outputs/long_context/four_ranks
 	$(BIN)/python -m lightning_5d.memory outputs/long_context/one_process/memory "Sequences of 2048 tokens: one process, and four ranks of a context axis" --beside outputs/long_context/four_ranks/memory
+
+moe-chart: $(READY) ## train a mixture of experts on 2 processes and draw the load of each expert, in under a minute
+	$(BIN)/fived train recipe=moe_demo
 
 lint: $(READY)
 	$(BIN)/ruff check .

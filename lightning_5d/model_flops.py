@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typing_extensions import override
 
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_GROUPED = torch.ops.aten._grouped_mm
 
 
 class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -90,6 +91,10 @@ def forward_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
     if packet is _CPU_ATTENTION:  # torch 2.13 has no formula for the CPU's kernel
         query, key, value = args[:3]
         return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    if (
+        packet is _GROUPED
+    ):  # nor for products of groups, whose rows are in one of the first factor's dimensions or the other
+        return 2 * int(args[0].numel()) * int(args[1].shape[-1])
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 

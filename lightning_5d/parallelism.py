@@ -180,6 +180,20 @@ class Parallelized:
         """
         return self.step_context
 
+    def microbatches(self, count: int) -> int:
+        """How many microbatches a step has where this rank's batch can be split into so many.
+
+        Fewer, if the rank waits inside of modules for others whose batches are smaller. It comes before each schedule, on all ranks.
+        """
+        return count
+
+    def taking_back(self) -> Callable[[], None]:
+        """Comes before forwards of a step that may turn out to have come too early; what it gives is called if they have.
+
+        It takes back what the axis has counted in them: they run once more.
+        """
+        return lambda: None
+
     def recomputing_together(self) -> dist.ProcessGroup | None:
         """Ranks that wait for each other inside of modules where they may have tensors of other sizes; ``None`` if there are none.
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_5d.parallelism import Parallelized
 
 if TYPE_CHECKING:
     from lightning_5d.strategy import FiveD
+
+
+class StepHook(Protocol):
+    """A step hook of an optimizer that changes buffers of modules and nothing else, so that a step can be taken back with it."""
+
+    def changed(self) -> Iterable[nn.Module]:
+        """The modules whose own buffers it may change, or has counted in."""
 
 
 class PendingStep(ABC):

@@ -1,4 +1,4 @@
-"""`fived plan show`: what a tensor axis would make of a configured model, and a context axis of its sequences, without starting ranks."""
+"""`fived plan show`: what the tensor and expert axes would make of a configured model, and a context axis of its sequences, without starting ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
     from lightning_5d.context_parallel.context import ContextParallel
     from lightning_5d.plan import ParallelPlan
+    from lightning_5d.strategy import FiveD
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `fived plan` to its parser."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser(
-        "show", help="what becomes of each module on the tensor axis, of sequences on the context axis"
+        "show",
+        help="what becomes of each module on the tensor axis, of sequences on the context axis, of experts on the expert axis",
     )
     show.add_argument("--tensor", type=int, metavar="N", help="ranks of the axis (default: the configured strategy's)")
     show.add_argument(
@@ -50,6 +52,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         if axes.context is not None and not status:
             length = arguments.length or int(config.data.sequence_length)
             text = "\n\n".join(filter(None, [text, _sequences(axes.context, length, model, axes.tensor or 1)]))
+        if axes.experts is not None and not status:
+            text = "\n\n".join(filter(None, [text, _experts(axes.experts, config, model)]))
     except (
         ValueError,
         TypeError,
@@ -94,12 +98,13 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 
 @dataclass(frozen=True)
 class _Axes:
-    """What is to be shown: ranks of the tensor axis, whether it cuts the sequence, the plan given to the strategy, the context plugin."""
+    """What is to be shown: ranks of the tensor axis, whether it cuts the sequence, the plan, the context plugin, a strategy with an expert axis."""
 
     tensor: int | None
     sequence_parallel: bool
     plan: ParallelPlan | None
     context: ContextParallel | None
+    experts: FiveD | None
 
 
 def _settings(config: DictConfig, arguments: argparse.Namespace) -> _Axes:
@@ -116,15 +121,40 @@ def _settings(config: DictConfig, arguments: argparse.Namespace) -> _Axes:
     if styles:
         plan = replace(plan or ParallelPlan(), tensor=styles)
     size = getattr(tensor, "size", None) if arguments.tensor is None else arguments.tensor
-    if size is None and context is None:
+    experts = strategy if isinstance(strategy, FiveD) and any(plugin.axis == "expert" for plugin in plugins) else None
+    if size is None and context is None and experts is None:
         raise ValueError(
-            "The configured strategy has no tensor axis; give --tensor N, the number of its ranks. (Nor a context axis: strategy=context.)"
+            "The configured strategy has no tensor axis; give --tensor N, the number of its ranks. (Nor a context axis: strategy=context; nor an"
+            " expert axis: strategy=expert.)"
         )
     if size is not None and size < 1:
         raise ValueError(f"--tensor {size} is not at least 1.")
     if arguments.length is not None and arguments.length < 1:
         raise ValueError(f"--length {arguments.length} is not at least 1.")
-    return _Axes(size, arguments.sequence_parallel or bool(getattr(tensor, "sequence_parallel", False)), plan, context)
+    sequence_parallel = arguments.sequence_parallel or bool(getattr(tensor, "sequence_parallel", False))
+    return _Axes(size, sequence_parallel, plan, context, experts)
+
+
+def _experts(strategy: FiveD, config: DictConfig, model: nn.Module) -> str:
+    """Which ranks hold which experts. Raises what is wrong with that."""
+    from lightning_5d.expert_parallel.expert import ExpertParallel
+    from lightning_5d.expert_parallel.report import ExpertPlaces, describe_experts
+    from lightning_5d.expert_parallel.survey import found_experts
+    from lightning_5d.mesh import resolve_sizes
+    from lightning_5d.parallelism import RunContext, raise_problems
+
+    plugin = next(plugin for plugin in strategy.plugins if isinstance(plugin, ExpertParallel))
+    nodes = int(config.trainer.num_nodes)
+    world = int(config.trainer.devices) * nodes
+    sizes, problems = resolve_sizes(world, strategy.plugins)
+    raise_problems(problems)
+    precision = str(config.trainer.precision)
+    raise_problems(plugin.validate(RunContext(world, nodes, "cpu", precision, sizes, module=model)))
+    ranks = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
+    places = ExpertPlaces(plugin.size, ranks // (plugin.size * plugin.tensor), plugin.tensor, sizes["dp_replicate"])
+    zero = next((plugin for plugin in strategy.plugins if plugin.axis == "data"), None)
+    sharded = getattr(zero, "stage", 0) == 3
+    return describe_experts(found_experts(model), places, places.same if sharded else None)
 
 
 def _sequences(context: ContextParallel, length: int, model: nn.Module, tensor: int) -> str:

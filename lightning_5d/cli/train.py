@@ -9,7 +9,7 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
-from lightning_5d.callbacks import LossPlot, MemoryProfiler, PipelineTrace, TextSample
+from lightning_5d.callbacks import ExpertLoad, LossPlot, MemoryProfiler, PipelineTrace, TextSample
 from lightning_5d.cli.build import build_run
 from lightning_5d.data.corpus import Corpus
 
@@ -58,6 +58,9 @@ def _report(trainer: L.Trainer, data: L.LightningDataModule, folder: Path) -> li
             actual, planned = callback.trace.actual, callback.trace.planned
             lines.append(f"Pipeline, bubble: {actual.bubble_ratio:.1%} measured, {planned.bubble_ratio:.1%} planned")
             lines += [f"Pipeline, chart:  {file}" for file in callback.files if file.suffix in (".png", ".html")]
+        if isinstance(callback, ExpertLoad) and callback.files:
+            lines.append(callback.summary())
+            lines += [f"Experts, chart:   {file}" for file in callback.files if file.suffix == ".png"]
         if isinstance(callback, LossPlot):
             lines.append(f"Plot of the loss: {callback.path}")
     lines.append(f"Run folder:       {folder}")

@@ -1,12 +1,16 @@
-"""Hooks of modules, taken off for a while."""
+"""Hooks of modules: taken off for a while, or hidden from selective recomputation."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
+
+from lightning_5d.hidden_operations import hidden_operations
 
 
 @contextmanager
@@ -32,3 +36,29 @@ def hooks_aside(hooks: Iterable[tuple[nn.Module, Collection[int]]]) -> Iterator[
             kept = {key: hook for key, hook in old.items() if key in ids or key in registered}
             registered.clear()
             registered.update({**kept, **added})
+
+
+# [Note: groups inside of what backward runs again]
+# Experts are a group of their own inside of a block. Where that block is recomputed, their hooks run again, and find weights gathered by then,
+# or by other means: the operations of these hooks are not those of the first run, by whose numbers selective recomputation goes.
+def hide_operations(hooks: Iterable[tuple[nn.Module, Collection[int]]]) -> None:
+    """Lets selective recomputation neither count nor keep operations of some forward hooks and forward pre-hooks.
+
+    Args:
+        hooks: As for `hooks_aside`.
+    """
+    for module, identifiers in hooks:
+        for registered in (module._forward_pre_hooks, module._forward_hooks):
+            for identifier in identifiers:
+                if identifier in registered:
+                    registered[identifier] = _hidden(registered[identifier])
+
+
+def _hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def hidden(*args: Any) -> Any:
+        with hidden_operations():
+            return hook(*args)
+
+    found: Callable[..., Any] = hidden
+    return found

@@ -218,11 +218,11 @@ class HostMemory:
         Returns:
             What they will read: ``buffer`` itself if `allocate` has made it for them and nobody reads it yet, else a copy.
         """
-        block = self._by_address.get(buffer.data_ptr())
-        if block is None or block.readers or block.audience != audience:
+        if not self.is_ready(buffer, audience):
             copy = self.allocate(buffer.numel(), buffer.dtype, audience)
             copy.copy_(buffer)
             return self.publish(copy, tag, number, audience, readers=readers, at_once=at_once)
+        block = self._by_address[buffer.data_ptr()]
         readers = audience if readers is None else readers
         block.readers = len(readers)
         message = _MESSAGE.pack(_READY, tag, number, block.number, buffer.numel() * buffer.itemsize)
@@ -232,6 +232,11 @@ class HostMemory:
         if at_once:
             self.settle(readers)
         return buffer
+
+    def is_ready(self, buffer: torch.Tensor, audience: tuple[Peer, ...]) -> bool:
+        """Whether `publish` takes ``buffer`` as it is: `allocate` has made it for those peers, and nobody reads it yet."""
+        block = self._by_address.get(buffer.data_ptr())
+        return block is not None and not block.readers and block.audience == audience
 
     def await_read(self, buffer: torch.Tensor, reader: Peer) -> None:
         """Waits until what was published has been read by its only reader. One that is gone will not."""

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from typing_extensions import override
 
 from lightning_5d.data_parallel.exchange import Exchange
+from lightning_5d.data_parallel.hooks_aside import hide_operations
 from lightning_5d.data_parallel.layout import Layout, cut_among_ranks
 from lightning_5d.data_parallel.param import (
     can_lend,
@@ -448,6 +449,8 @@ def adopt(state: FSDPState, peers: Peers, exchange: Exchange | None) -> list[Rec
     States must be adopted in the order of their forward, the root first. Groups whose tensors bring their own gather
     (``fsdp_pre_all_gather``, as in float8 training) keep FSDP2's collectives.
     """
+    ids = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
+    hide_operations((module, ids) for module in state._modules)
     groups: list[Any] = state._fsdp_param_groups
     for group in groups:
         own_gather = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)

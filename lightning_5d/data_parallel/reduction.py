@@ -44,6 +44,11 @@ class AllReduce:
         self._arrival: Arrival | None = start(buffer, 2 * tag)
         self._second: Arrival | None = None
 
+    @property
+    def phase(self) -> int:
+        """How many phases are behind it."""
+        return int(self._arrival is None) + int(self._buffer is None)
+
     def advance(self, block: bool) -> bool:
         """Moves forward as far as possible (``block``: to the end of this phase) and says whether it is done."""
         if self._buffer is None:
@@ -115,6 +120,12 @@ class GradientReduction:
         else:
             self._start_all_reduce(buffer)
 
+    @property
+    def phase(self) -> int:
+        """How many phases are behind it."""
+        scattered = int(self._shard is not None and self._arrival is None)
+        return scattered + (0 if self._all_reduce is None else self._all_reduce.phase)
+
     def advance(self, block: bool) -> bool:
         """Moves forward by what has arrived (``block``: through the present phase) and says whether it is done."""
         if self._arrival is not None:
@@ -169,6 +180,10 @@ class GradientReduction:
 class Reduction(Protocol):
     """Something under way that is moved forward from time to time."""
 
+    @property
+    def phase(self) -> int:
+        """How many phases are behind it; those of one queue have the same ones, on all ranks."""
+
     def advance(self, block: bool) -> bool:
         """Moves forward by what has arrived (``block``: through the present phase) and says whether it is done."""
 
@@ -222,12 +237,15 @@ class PendingReductions:
     def finish(self) -> None:
         """Blocks until all are delivered."""
         self._patient = True
-        # Phase by phase for all, so that every rank has started a phase before anyone waits for it.
+        # Phase by phase for all, so that every rank starts a phase before it waits for the next. Some may be ahead, on each rank others:
+        # they are waited for only when no rank waits for what comes before.
+        phase = 0
         while self._queue:
-            done = [reduction.advance(block=True) for reduction in self._queue]
-            while done and done[0]:
-                self._queue.popleft()
-                done.pop(0)
+            for reduction in self._queue:
+                if reduction.phase <= phase:
+                    reduction.advance(block=True)
+            phase += 1
+            self._progress()
         self._useless = False
 
     def _progress(self) -> None:

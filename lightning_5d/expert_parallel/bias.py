@@ -28,30 +28,45 @@ def balance_by_bias(module: nn.Module, optimizer: Optimizer, rate: float | None 
 
     Source: DeepSeek-AI, "DeepSeek-V3" (arXiv:2412.19437), section 2.1.2; Wang et al. (arXiv:2408.15664), algorithm 1.
     """
+    return optimizer.register_step_post_hook(BiasSteps(module, rate))
 
-    def after_step(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+
+class BiasSteps:
+    """The hook: a `lightning_5d.scheduling.StepHook`."""
+
+    def __init__(self, module: nn.Module, rate: float | None) -> None:
+        self._module, self._rate = module, rate
+
+    def __call__(self, stepped: Optimizer, args: Any, kwargs: Any) -> None:
+        """Comes after a step."""
         # A fused optimizer under torch's GradScaler looks by itself whether it steps.
         overflow = getattr(stepped, "found_inf", None)
         if overflow is None or not bool(overflow):
-            move_biases(module, rate)
+            move_biases(self._module, self._rate)
 
-    return optimizer.register_step_post_hook(after_step)
+    def changed(self) -> list[nn.Module]:
+        """The routers, whose bias and load are buffers."""
+        return [*_routers(self._module)]
 
 
 @torch.no_grad()
 def move_biases(module: nn.Module, rate: float | None = None) -> None:
     """What `balance_by_bias` does after each step; all ranks that have these routers call it together."""
-    # Looked up now: a stage of a pipeline has only its own.
-    routers = [router for router in module.modules() if isinstance(router, TopKRouter)]
+    routers = _routers(module)
     biased = [router for router in routers if router.expert_bias is not None and router.config.bias_rate is not None]
     if biased:
         device = biased[0].load.device
         summed = biased[0].counted.sum(torch.cat([router.load.to(device) for router in biased]), "global")
         loads = torch.split(summed, [router.config.experts for router in biased])
         for router, load_E in zip(biased, loads, strict=True):
-            _move(router, load_E, rate)
+            _move(router, router.counted.sum_of_holders(load_E), rate)
     for router in routers:
         router.load.zero_()
+
+
+def _routers(module: nn.Module) -> list[TopKRouter]:
+    # Looked up each time: a stage of a pipeline has only its own.
+    return [router for router in module.modules() if isinstance(router, TopKRouter)]
 
 
 def _move(router: TopKRouter, load_E: Tensor, rate: float | None) -> None:

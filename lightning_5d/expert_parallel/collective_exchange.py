@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_5d.expert_parallel.exchange import Routes, TokenExchange, by_rank
+from lightning_5d.expert_parallel.exchange import Routes, TokenExchange, check_divides, check_same
 from lightning_5d.tensor_parallel.axis import Arriving
 
 
@@ -22,14 +22,30 @@ class CollectiveTokenExchange(TokenExchange):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
         self._device = device
+        self._agreed: set[int] = set()
 
     @override
-    def routes(self, counts_E: Tensor) -> Routes:
-        sent_RM = by_rank(counts_E, self.size)
-        sent = sent_RM.to(self._device)
+    def routes(self, counts_E: Tensor, row_bytes: int) -> Routes:
+        experts = len(counts_E)
+        check_divides(self.size, experts)
+        if experts not in self._agreed:
+            # Messages of different sizes end a process of gloo, or are not noticed; later ones have one size then.
+            self._agree_on(experts)
+        sent = counts_E.new_full((self.size, experts // self.size + 1), row_bytes, dtype=torch.int64)
+        sent[:, :-1] = counts_E.view(self.size, -1)
+        sent = sent.to(self._device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        return Routes(sent_RM, received.cpu())
+        sent, received = torch.stack([sent, received]).cpu()
+        check_same("bytes in a row", received[:, -1].tolist(), self.rank)
+        return Routes(sent[:, :-1], received[:, :-1])
+
+    def _agree_on(self, experts: int) -> None:
+        own = torch.tensor([experts], device=self._device)
+        each = own.new_empty(self.size)
+        dist.all_gather_single(each, own, group=self.group)
+        check_same("experts", each.tolist(), self.rank)
+        self._agreed.add(experts)
 
     @override
     def start_dispatch(self, rows_SD: Tensor, routes: Routes) -> Arriving:

@@ -28,6 +28,10 @@ class Counted:
         """The sum of a tensor over the ranks of that scope, each token's rank once; without gradients."""
         return x
 
+    def sum_of_holders(self, x: Tensor) -> Tensor:
+        """The sum over ranks that hold the same router for other microbatches of a step, of what each counted in it; without gradients."""
+        return x
+
     def mean(self, x: Tensor) -> Tensor:
         """The mean over data ranks of what is the same on all ranks of a microbatch; without gradients."""
         return x

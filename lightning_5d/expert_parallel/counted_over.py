@@ -21,9 +21,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -39,10 +41,11 @@ class CountedOver(Counted):
 
     Args:
         ranks: The ranks.
+        holders: Gives the ranks that hold the same router, if there are others.
     """
 
-    def __init__(self, ranks: RowRanks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: RowRanks, holders: Callable[[], dist.ProcessGroup | None] | None = None) -> None:
+        self.ranks, self._holders = ranks, holders
         self._differing: Differing | None = None
 
     @property
@@ -58,6 +61,14 @@ class CountedOver(Counted):
     @override
     def sum(self, x: Tensor, scope: Scope) -> Tensor:
         return self.ranks.sum(x, scope, self.differing)
+
+    @override
+    def sum_of_holders(self, x: Tensor) -> Tensor:
+        group = None if self._holders is None else self._holders()
+        if group is not None:
+            x = x.clone()
+            dist.all_reduce(x, group=group)
+        return x
 
     @override
     def mean(self, x: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_5d.expert_parallel.exchange import Routes, TokenExchange
-from lightning_5d.expert_parallel.permutation import Permutation, gather_rows, sort_choices, weighted_sum
+from lightning_5d.expert_parallel.permutation import Empty, gather_rows, sort_choices, weighted_sum
+from lightning_5d.hidden_operations import hidden_operations
 from lightning_5d.tensor_parallel.axis import Arriving
 
 Drop = Literal["probability", "position"]
@@ -82,79 +83,94 @@ def through_experts(
         exchange: The ranks that hold the experts, E / M of them in order; ``None`` if this one holds all.
         kept_NK: Choices that are not left out.
     """
-    way = Way.prepare(index_NK, experts, exchange, kept_NK)
-    way.start_dispatch(hidden_ND)
+    way = Way(hidden_ND, index_NK, experts, exchange, kept_NK)
+    way.start_dispatch()
     way.start_return(compute(way.arrived(), way.counts_M))
     return way.finish(weights_NK)
 
 
 class Way:
-    """The way of one batch of tokens to their experts and back, step by step: `through_experts` takes it in one go.
+    """The way of one batch of tokens to their experts and back, step by step; `through_experts` takes it in one go.
 
     ```python
-    way = Way.prepare(index_NK, experts, exchange)
-    way.start_dispatch(hidden_ND)
-    ...  # something else
+    way = Way(hidden_ND, index_NK, experts, exchange)
+    way.start_dispatch()
+    ...  # something else: another batch, shared experts
     out_SD = compute(way.arrived(), way.counts_M)
     way.start_return(out_SD)
     ...  # something else
     out_ND = way.finish(weights_NK)
     ```
 
-    Ranks take the steps of all ways that are under way in one order.
+    Ranks take the steps of all ways that are under way in one order; backward, they come in the reverse order by themselves. To begin
+    with, choices are sorted, and the ranks tell each other how many rows will come.
 
     Args:
-        permutation: Which row is which choice.
-        exchange: The ranks.
-        routes: Where rows go.
+        hidden_ND: The tokens.
+        index_NK: The experts of each.
+        experts: How many there are.
+        exchange: The ranks that hold them; ``None`` if this one holds all.
+        kept_NK: Choices that are not left out.
+
+    Attributes:
+        counts_M: Rows that come to each of this rank's experts; on the CPU.
     """
 
-    def __init__(self, permutation: Permutation, exchange: TokenExchange | None, routes: Routes | None) -> None:
-        self.permutation, self.exchange, self.routes = permutation, exchange, routes
-        self.counts_M = permutation.counts_E if routes is None else routes.received_M
+    def __init__(
+        self,
+        hidden_ND: Tensor,
+        index_NK: Tensor,
+        experts: int,
+        exchange: TokenExchange | None = None,
+        kept_NK: Tensor | None = None,
+    ) -> None:
+        self._exchange, self._dtype, self._size = exchange, hidden_ND.dtype, hidden_ND.shape[1]
+        self._routes: Routes | None = None
+        with hidden_operations():
+            self._permutation = sort_choices(index_NK, experts, kept_NK)
+            if exchange is None:
+                self.counts_M = self._permutation.counts_E.cpu()
+            else:
+                self._routes = exchange.routes(self._permutation.counts_E, self._size * hidden_ND.itemsize)
+                self.counts_M = self._routes.received_M
+            self._rows = int(self.counts_M.sum())
+        self._hidden: Tensor | None = hidden_ND
         self._under_way: tuple[Tensor, _Crossing] | Tensor | None = None
-        self._like: torch.dtype | None = None
 
-    @classmethod
-    def prepare(
-        cls, index_NK: Tensor, experts: int, exchange: TokenExchange | None = None, kept_NK: Tensor | None = None
-    ) -> Way:
-        """Sorts the choices, and tells the other ranks how many rows will come.
-
-        Args:
-            index_NK: The experts of each token.
-            experts: How many there are.
-            exchange: The ranks that hold them.
-            kept_NK: Choices that are not left out.
-        """
-        permutation = sort_choices(index_NK, experts, kept_NK)
-        return cls(permutation, exchange, None if exchange is None else exchange.routes(permutation.counts_E))
-
-    def start_dispatch(self, hidden_ND: Tensor) -> None:
+    def start_dispatch(self) -> None:
         """Starts to send the tokens to their experts."""
-        self._like = hidden_ND.dtype
-        empty = None if self.exchange is None else self.exchange.empty
-        self._start(gather_rows(hidden_ND, self.permutation, empty), back=False)
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:
+            raise RuntimeError("These tokens have been sent already.")
+        self._start(gather_rows(hidden, self._permutation, self._empty), back=False)
 
     def arrived(self) -> Tensor:
         """The rows for this rank's experts, (S, D), by expert."""
         return self._wait()
 
     def start_return(self, out_SD: Tensor) -> None:
-        """Starts to send back what has become of those rows."""
+        """Starts to send back what has become of those rows.
+
+        Raises:
+            ValueError: If it is not one row for each, of the same size.
+        """
+        if tuple(out_SD.shape) != (self._rows, self._size):
+            raise ValueError(f"Experts made {tuple(out_SD.shape)} of {self._rows} rows of {self._size}.")
         self._start(out_SD, back=True)
 
     def finish(self, weights_NK: Tensor) -> Tensor:
         """The weighted sums, (N, D), in the dtype of the tokens."""
-        rows = self._wait()
-        empty = None if self.exchange is None else self.exchange.empty
-        return weighted_sum(rows, weights_NK, self.permutation, self._like or rows.dtype, empty)
+        return weighted_sum(self._wait(), weights_NK, self._permutation, self._dtype, self._empty)
+
+    @property
+    def _empty(self) -> Empty | None:
+        return None if self._exchange is None else self._exchange.empty
 
     def _start(self, rows: Tensor, back: bool) -> None:
-        if self.exchange is None or self.routes is None:
+        if self._exchange is None or self._routes is None:
             self._under_way = rows
             return
-        crossing = _Crossing(self.exchange, self.routes)
+        crossing = _Crossing(self._exchange, self._routes)
         ticket: Tensor = _Start.apply(rows, crossing, back)  # type: ignore[no-untyped-call]
         self._under_way = ticket, crossing
 
@@ -173,6 +189,9 @@ class Way:
 # the second and arrive in the first, and what was computed in between has its backward in between. The engine takes nodes that are
 # ready in the reverse order of their making, whatever the router chose, so ranks meet. What goes from node to node is a ticket without elements,
 # which stands for the rows, and the `_Crossing` beside it.
+#
+# Selective recomputation sees nothing of all this: how many operations it takes depends on the choices, and memory that others read serves
+# again. A block that is computed again sends again.
 class _Crossing:
     """Rows, or gradients of rows, between their start and their arrival."""
 
@@ -183,13 +202,15 @@ class _Crossing:
 
     def start(self, rows: Tensor, back: bool) -> None:
         exchange = self.exchange
-        self.arriving = (exchange.start_return if back else exchange.start_dispatch)(rows, self.routes)
+        with hidden_operations():
+            self.arriving = (exchange.start_return if back else exchange.start_dispatch)(rows, self.routes)
 
     def wait(self) -> Tensor:
         arriving, self.arriving = self.arriving, None
         if arriving is None:
             raise RuntimeError("No rows are under way: a backward of experts was run in parts, or has failed before.")
-        return arriving.wait()
+        with hidden_operations():
+            return arriving.wait()
 
 
 class _Start(torch.autograd.Function):
@@ -208,8 +229,6 @@ class _Start(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, crossing: _Crossing) -> Tensor:
-        # A recomputation ends when it has everything that was saved; so it never ends with rows under way.
-        ctx.save_for_backward(ticket)
         ctx.crossing = crossing
         return crossing.wait()
 

@@ -85,7 +85,8 @@ class ExpertDoor(AroundForward):
             is_cut=is_cut,
             has_parts=self._has_parts,
         )
-        return out.view_as(hidden)
+        # Not a view of itself: FSDP2, whose group the experts may be, warns of views.
+        return out if out.shape == hidden.shape else out.view_as(hidden)
 
     def _through(self, hidden: Tensor, index: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
         compute, exchange = partial(self.layer.compute, self.module), self._exchange

@@ -29,16 +29,6 @@ class Routes:
     received_RM: Tensor
 
     @property
-    def sent(self) -> int:
-        """Rows that this rank sends, to itself too."""
-        return int(self.sent_RM.sum())
-
-    @property
-    def received(self) -> int:
-        """Rows that come to this rank."""
-        return int(self.received_RM.sum())
-
-    @property
     def received_M(self) -> Tensor:
         """Rows for each expert of this rank."""
         return self.received_RM.sum(0)
@@ -66,11 +56,16 @@ class TokenExchange(ABC):
         self.traffic = Traffic()
 
     @abstractmethod
-    def routes(self, counts_E: Tensor) -> Routes:
+    def routes(self, counts_E: Tensor, row_bytes: int) -> Routes:
         """Tells the others how many rows go to each expert.
 
         Args:
             counts_E: This rank's rows for each of all experts, integers.
+            row_bytes: The size of a row.
+
+        Raises:
+            ValueError: If the ranks do not divide the experts.
+            RuntimeError: If another rank has other experts, or other rows.
         """
 
     @abstractmethod
@@ -104,15 +99,37 @@ class TokenExchange(ABC):
         """Gives back what the exchange holds."""
 
 
-def by_rank(counts_E: Tensor, ranks: int) -> Tensor:
-    """Numbers of rows for all experts as (R, M), on the CPU.
+def check_divides(ranks: int, experts: int) -> None:
+    """Checks that each rank has as many experts as any other.
+
+    Args:
+        ranks: How many ranks there are.
+        experts: How many experts there are.
 
     Raises:
         ValueError: If the ranks do not divide the experts.
     """
-    if len(counts_E) % ranks:
-        raise ValueError(f"{ranks} ranks do not divide {len(counts_E)} experts.")
-    return counts_E.to("cpu", torch.int64).view(ranks, -1)
+    if experts % ranks:
+        raise ValueError(f"{ranks} ranks do not divide {experts} experts.")
+
+
+def check_same(what: str, ranks: Sequence[int], rank: int) -> None:
+    """Checks what each rank has said.
+
+    Args:
+        what: What they said.
+        ranks: It, for each rank.
+        rank: This rank.
+
+    Raises:
+        RuntimeError: If another rank has said something else.
+    """
+    for other, value in enumerate(ranks):
+        if value != ranks[rank]:
+            raise RuntimeError(
+                f"Rank {other} of the expert group has {value} {what} where rank {rank} has {ranks[rank]}: its ranks have to run the same"
+                " modules, in the same precision."
+            )
 
 
 def open_exchange(

@@ -6,6 +6,7 @@ Shape suffixes: N tokens, D hidden size, I width inside an expert, E experts, M 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,7 @@ def described(name: str, module: Experts) -> FoundExperts:
 
 def compute_experts(module: nn.Module, rows_SD: Tensor, counts_M: Tensor) -> Tensor:
     """What experts make of rows sorted by expert, (S, D); the `lightning_5d.expert_parallel.found.Compute` of `Experts`."""
-    gate_SI, up_SI = grouped_linear(rows_SD, module.get_parameter("gate_up_proj"), counts_M).chunk(2, -1)
-    act_fn = module.get_submodule("act_fn")
-    return grouped_linear(act_fn(gate_SI) * up_SI, module.get_parameter("down_proj"), counts_M)
+    # By plain attributes: while a step runs, what is there may be a tensor that is no parameter.
+    experts: Any = module
+    gate_SI, up_SI = grouped_linear(rows_SD, experts.gate_up_proj, counts_M).chunk(2, -1)
+    return grouped_linear(experts.act_fn(gate_SI) * up_SI, experts.down_proj, counts_M)

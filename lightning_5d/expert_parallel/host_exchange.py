@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_5d.data_parallel.host_memory import HostMemory, Peer
 from lightning_5d.data_parallel.transports import timeout_s_of
-from lightning_5d.expert_parallel.exchange import Routes, TokenExchange, by_rank
+from lightning_5d.expert_parallel.exchange import Routes, TokenExchange, check_divides, check_same
 from lightning_5d.tensor_parallel.axis import Arriving
 
 _COUNTS, _ROWS = 0, 1
@@ -58,27 +58,36 @@ class HostTokenExchange(TokenExchange):
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         if like.device.type != "cpu" or not math.prod(shape):
             return super().empty(shape, like)
-        return self._host.allocate(math.prod(shape), like.dtype, self._peers).view(tuple(shape))
+        # Numbers of rows are others every time; with a few sizes of memory, each serves many of them.
+        numel = math.prod(shape)
+        buffer = self._host.allocate(_rounded(numel), like.dtype, self._peers)
+        return buffer[:numel].view(tuple(shape))
 
     @override
-    def routes(self, counts_E: Tensor) -> HostRoutes:
-        counts_RM = by_rank(counts_E, self.size)
-        shared = self._host.allocate(counts_RM.numel(), torch.int64, self._peers)
-        shared.copy_(counts_RM.view(-1))
+    def routes(self, counts_E: Tensor, row_bytes: int) -> HostRoutes:
+        experts = len(counts_E)
+        check_divides(self.size, experts)
+        shared = self._host.allocate(experts + 1, torch.int64, self._peers)
+        shared[:-1] = counts_E
+        shared[-1] = row_bytes
         number = self._number(_COUNTS)
         self._host.publish(shared, _COUNTS, number, self._peers)
-        all_QRM = torch.empty((self.size, *counts_RM.shape), dtype=torch.int64)
-        all_QRM[self.rank] = counts_RM
+        each = torch.empty((self.size, experts + 1), dtype=torch.int64)
+        each[self.rank] = shared
+        taken: list[tuple[Peer, int]] = []
+        sizes = [experts] * self.size
         for peer in self._peers:
             block, nbytes = self._host.await_ready(peer, _COUNTS, number)
-            if nbytes != counts_RM.nbytes:
-                raise RuntimeError(
-                    f"Rank {peer.rank} of the expert group has {nbytes // 8} experts where rank {self.rank} has {len(counts_E)}: its"
-                    " ranks have to run the same modules."
-                )
-            all_QRM[peer.rank].view(-1).copy_(peer.blocks[block].view()[:nbytes].view(torch.int64))
+            taken.append((peer, block))
+            sizes[peer.rank] = nbytes // shared.itemsize - 1
+            if sizes[peer.rank] == experts:
+                each[peer.rank] = peer.blocks[block].view()[:nbytes].view(torch.int64)
+        for peer, block in taken:
             self._host.done(peer, block)
-        return HostRoutes(counts_RM, all_QRM[:, self.rank], all_QRM)
+        check_same("experts", sizes, self.rank)
+        check_same("bytes in a row", each[:, -1].tolist(), self.rank)
+        all_QRM = each[:, :-1].view(self.size, self.size, -1)
+        return HostRoutes(all_QRM[self.rank], all_QRM[:, self.rank], all_QRM)
 
     @override
     def start_dispatch(self, rows_SD: Tensor, routes: Routes) -> Arriving:
@@ -135,6 +144,8 @@ class HostTokenExchange(TokenExchange):
         number = self._number(_ROWS)
         readers = tuple(peer for peer in self._peers if readers_R[peer.rank])
         if readers:
+            if not self._host.is_ready(rows, self._peers):
+                rows = self.empty(rows.shape, rows).copy_(rows)
             self._host.publish(rows.view(-1), _ROWS, number, self._peers, readers=readers)
         return _Rows(self, number, rows, rows_R.tolist(), pieces)
 
@@ -147,10 +158,11 @@ class HostTokenExchange(TokenExchange):
         """Waits for the rows of another rank; returns them, it, and the block that it is to be told to be `done`."""
         peer = self._host.peers[owner]
         block, nbytes = self._host.await_ready(peer, _ROWS, number)
-        if nbytes != rows * like.shape[1] * like.itemsize:
+        expected = rows * like.shape[1] * like.itemsize
+        if nbytes != expected:
             raise RuntimeError(
-                f"Rank {owner} of the expert group sent {nbytes} bytes for {rows} rows, which at rank {self.rank} are"
-                f" {like.shape[1]} x {like.dtype}: its ranks have to run the same modules, in the same precision."
+                f"Rank {owner} of the expert group sent {nbytes} bytes where rank {self.rank} waits for {expected}: its ranks have to"
+                " compute with experts in one order."
             )
         return peer.blocks[block].view()[:nbytes].view(like.dtype).view(rows, like.shape[1]), peer, block
 
@@ -201,3 +213,9 @@ def _all(routes: Routes) -> Tensor:
 def _starts(lengths: Tensor) -> Tensor:
     """Where pieces of these lengths start that lie one after the other."""
     return lengths.cumsum(-1) - lengths
+
+
+def _rounded(numel: int) -> int:
+    """The next of four sizes between two powers of two."""
+    step = 1 << max(numel.bit_length() - 3, 0)
+    return -(-numel // step) * step

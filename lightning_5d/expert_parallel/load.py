@@ -6,7 +6,7 @@ Shape suffixes: N tokens, K experts that each is sent to, E experts of a layer, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,6 +137,15 @@ class ExpertLoads(Mapping[str, LayerLoad]):
                 fresh = torch.zeros(2, self.total, dtype=torch.int64, device=device)
                 self._sums_2T = fresh if self._sums_2T is None else fresh.copy_(self._sums_2T)
         return self._sums_2T
+
+    def taking_back(self) -> Callable[[], None]:
+        """What takes back all that is added from now on."""
+        before = None if self._sums_2T is None else self._sums_2T.clone()
+
+        def take_back() -> None:
+            self._sums_2T = before
+
+        return take_back
 
     def take(self, device: torch.device) -> Tensor:
         """Gives what `sums` does, of this rank, and begins anew."""

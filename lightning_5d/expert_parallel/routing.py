@@ -85,10 +85,11 @@ class TopKRouter(nn.Module):
         # Padding may hold anything; here it is tokens of zeros.
         real_N = self.counted.real(len(hidden_ND))
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            x_ND = hidden_ND.float()
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            x_ND = hidden_ND.to(wide)
             if real_N is not None:
                 x_ND = torch.where(real_N[:, None], x_ND, 0)
-            logits_NE = F.linear(x_ND, self.weight.float())
+            logits_NE = F.linear(x_ND, self.weight.to(wide))
             scores_NE = logits_NE.softmax(-1) if config.scores == "softmax" else logits_NE.sigmoid()
             index_NK = choose(scores_NE.detach(), self.expert_bias, config.top_k, config.groups, config.top_groups)
             weights_NK = scores_NE.gather(-1, index_NK)

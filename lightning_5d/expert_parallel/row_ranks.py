@@ -197,6 +197,29 @@ class RowRanks:
             return whole_NK
         return rows.part(whole_NK, self._place(rows), fill)
 
+    def kept(
+        self, index_NK: Tensor, weights_NK: Tensor, decide: Callable[[Tensor, Tensor], Tensor] | None
+    ) -> Tensor | None:
+        """Which choices of this rank's rows go to experts, as booleans (N, K); ``None`` if all do.
+
+        Those of padding do not, and of the others those that would be left out in one process. All ranks that have rows of the microbatch call it
+        together.
+
+        Args:
+            index_NK: The experts of each row.
+            weights_NK: Their weights.
+            decide: Says of the choices of all tokens of a microbatch which are kept; ``None`` if all are.
+        """
+        if decide is not None:
+            return self.part(decide(*self.choices(index_NK, weights_NK)))
+        real = self.real(len(index_NK))
+        return None if real is None else real[:, None].expand_as(index_NK)
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether data ranks have different numbers of batches now."""
+        return not self._together
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """A context in which data ranks have different numbers of batches: sums over all ranks are those over the ranks of a microbatch."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.checkpoint.forms import Formed, whole_tensor
-from lightning_5d.expert_parallel.counted import Counted, counting_modules
+from lightning_5d.expert_parallel.counted import Counted, Counting, counting_modules
 from lightning_5d.expert_parallel.counted_over import CountedOver
 from lightning_5d.expert_parallel.door import ExpertDoor
 from lightning_5d.expert_parallel.exchange import TokenExchange, open_exchange
@@ -57,6 +60,7 @@ class SpreadExperts(Parallelized):
         self._ranks: RowRanks | None = None
         self._doors: list[ExpertDoor] = []
         self._losses: RouterLosses | None = None
+        self._waiting: dist.ProcessGroup | None = None
         if plugin.size > 1 or plugin.tensor > 1:
             self._view = mesh.expert_view(plugin.size, plugin.tensor)
             self._weights = ExpertWeights(self._here, self._view, mesh)
@@ -67,7 +71,7 @@ class SpreadExperts(Parallelized):
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
         self._ranks = RowRanks.of(self._mesh, axes)
         for router in counting_modules(self._module):
-            router.counted = CountedOver(self._ranks)
+            router.counted = CountedOver(self._ranks, partial(self._holders, router, axes))
         self._losses = RouterLosses(self._module, CountedOver(self._ranks))
         axis = self._tensor_axis(axes)
         for layer in self._here:
@@ -82,6 +86,37 @@ class SpreadExperts(Parallelized):
             )
             self._doors.append(door)
         self._refresh()
+        together = self._mesh.stage_group
+        if self._mesh.size("pp") > 1 and together is not None:
+            # On the host, where its result is needed.
+            ranks = dist.get_process_group_ranks(together)
+            self._waiting = dist.new_group(
+                ranks, timeout=self._mesh.timeout, backend="gloo", use_local_synchronization=True
+            )
+
+    def _holders(self, router: Counting, axes: Sequence[Parallelized]) -> dist.ProcessGroup | None:
+        # Looked up now: a weight is another tensor while its layer computes.
+        weight = next(cast(nn.Module, router).parameters(recurse=False))
+        return next((group for axis in axes if (group := axis.holders_of(weight)) is not None), None)
+
+    # [Note: as many microbatches]
+    # In a pipeline each microbatch is an exchange between data ranks, in every layer. A batch with fewer rows than microbatches has as many as
+    # rows, so a data rank with a smaller batch would be waited for without end.
+    @override
+    def microbatches(self, count: int) -> int:
+        if self._waiting is None or self._ranks is None or self._ranks.are_apart:
+            return count
+        least = torch.tensor(count)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._waiting)
+        return int(least)
+
+    @override
+    def taking_back(self) -> Callable[[], None]:
+        return self.loads.taking_back()
+
+    @override
+    def recomputing_together(self) -> dist.ProcessGroup | None:
+        return None if self._exchange is None else self._exchange.group
 
     def _tensor_axis(self, axes: Sequence[Parallelized]) -> TensorAxis | None:
         if self._view is None or self._mesh.size("tp") == 1:

@@ -13,7 +13,7 @@ With experts in place of the feed-forward layer, 4f and 2f are replaced; E exper
 | | kept | elements |
 |---|---|---|
 | nothing recomputed | rows and results of each choice: 2hK; its gate, up, silu(gate), product: 4iK; of shared experts: 4is (and with a gate h + 1) | 2hK + 4iK + 4is |
-| selective | of shared experts gate, up: 2is (and with a gate h + 1); nothing of the others | 2is |
+| selective | results of each choice: hK; its gate, up: 2iK; of shared experts: 2is (and with a gate h + 1) | hK + 2iK + 2is |
 
 Beside them the router keeps scores and weights, E + 2K + 1 float32 (selective: logits, E; in 16 bits its input too, h float32), and the choice, K integers of 8 bytes.
 In any mode the way to the experts and back is kept: 3K + 1 such integers. That is for as many rows as tokens have choices; where experts are
@@ -73,7 +73,7 @@ def block_activation_bytes(
         inner, gated = moe.intermediate_size, (h + 1 if moe.shared_gate else 0)
         integers = 3 * moe.top_k + 1
         if recomputed == "selective":
-            elements += 2 * inner * moe.shared + gated - 2 * f
+            elements += moe.top_k * (h + 2 * inner) + 2 * inner * moe.shared + gated - 2 * f
             floats += moe.experts
         elif recomputed == "none":
             elements += moe.top_k * (2 * h + 4 * inner) + 4 * inner * moe.shared + gated - 4 * f

@@ -20,6 +20,8 @@ from lightning_5d.pipeline_parallel.weight_products import Product, product_of
 from lightning_5d.replaced_forward import ReplacedForward
 
 _PLAIN = (Tensor, nn.Parameter)
+# Not by thread: on a GPU a backward runs in threads of its own.
+_collecting: list[DeferredWeights] = []
 
 
 class WeightQueue:
@@ -64,7 +66,7 @@ class DeferredWeights:
     Args:
         modules: The modules whose linear layers, themselves or inside of them, take part: `torch.nn.Linear` and subclasses with
             its forward, ``Conv1D`` of transformers, and plain convolutions. A layer that already has a forward of its own, as an
-            attribute of the object, is left alone.
+            attribute of the object, is left alone. Grouped products (`expert_parallel/grouped.py`) take part wherever they are.
 
     Attributes:
         layers: Those found.
@@ -87,10 +89,17 @@ class DeferredWeights:
     def collecting(self) -> Iterator[WeightQueue]:
         """A context for one backward, which puts gradients of weights off into the queue that it gives."""
         before, self.queue = self.queue, WeightQueue()
+        _collecting.append(self)
         try:
             yield self.queue
         finally:
+            _collecting.pop()
             self.queue = before
+
+    @staticmethod
+    def collecting_now() -> DeferredWeights | None:
+        """What collects in the backward that runs: for products that belong to no layer, and ask in their own backward."""
+        return _collecting[-1] if _collecting else None
 
     def put_off(
         self, product: Product, x: Tensor, grad: Tensor, weight: nn.Parameter | None, bias: nn.Parameter | None

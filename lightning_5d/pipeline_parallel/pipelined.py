@@ -22,7 +22,7 @@ from lightning_5d.pipeline_parallel.channels import Channels
 from lightning_5d.pipeline_parallel.compatibility import split_optimizer_problems
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
 from lightning_5d.pipeline_parallel.executor import Executor, StaleForwardsError, Work
-from lightning_5d.pipeline_parallel.microbatches import Splitter, split_batch
+from lightning_5d.pipeline_parallel.microbatches import Microbatch, Splitter, split_batch
 from lightning_5d.pipeline_parallel.post_validation import OptimisticSteps, lines_of_verdicts
 from lightning_5d.pipeline_parallel.program import Program, neighbours, program_of
 from lightning_5d.pipeline_parallel.schedule import Schedule
@@ -142,7 +142,7 @@ class Pipelined(Scheduling):
                 "A pipeline splits the batch, which is a step's first positional argument; this step got none."
             )
         batch, *rest = args
-        microbatches = split_batch(batch, self.schedule.microbatches, self._split)
+        microbatches = self._microbatches(batch)
         rows = [microbatch.rows for microbatch in microbatches]
         work = [
             Work(
@@ -173,10 +173,13 @@ class Pipelined(Scheduling):
             run_all = partial(run_all, tell=partial(self._shared.tell, rows=rows))
         if pending is not None:
             before = Snapshot.of_buffers(self._module)
+            counts = [axis.taking_back() for axis in self._others]
             try:
                 return self._execute(run, partial(run_all, confirm=pending.stands), program, work, step, start, around)
             except StaleForwardsError:
                 before.restore()
+                for take_back in counts:
+                    take_back()
                 self._shared.discard()
                 pending.redo()
         return self._execute(run, run_all, program, work, step, start, around)
@@ -237,6 +240,21 @@ class Pipelined(Scheduling):
             self._deferred.close()
         self._channels.close()
         self._shared.close()
+
+    def _microbatches(self, batch: Any) -> list[Microbatch]:
+        found = split_batch(batch, self.schedule.microbatches, self._split)
+        count = len(found)
+        for axis in self._others:
+            count = min(count, axis.microbatches(count))
+        if count < len(found):
+            found = split_batch(batch, count, self._split)
+            if len(found) != count:
+                raise MisconfigurationException(
+                    f"split_batch returned {len(found)} microbatches where {count} were asked for, as many as the batch of another data rank"
+                    " has: ranks that send each other tokens need the same number. Return as many as are asked for, or give all data ranks"
+                    " batches of as many rows."
+                )
+        return found
 
     def _program(self, microbatches: int, backward: bool) -> Program:
         key = microbatches, backward

@@ -32,9 +32,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_5d.gradients import clip_by_norm, clip_factor, power_of_stage
-from lightning_5d.pipeline_parallel.snapshot import GradientSnapshot, OptimizerSnapshot, Pool
+from lightning_5d.pipeline_parallel.snapshot import GradientSnapshot, OptimizerSnapshot, Pool, Snapshot
 from lightning_5d.pipeline_parallel.termination import late_termination
-from lightning_5d.scheduling import PendingStep, PostValidation
+from lightning_5d.scheduling import PendingStep, PostValidation, StepHook
 from lightning_5d.skipped_steps import LOSS_SCALE
 
 if TYPE_CHECKING:
@@ -67,10 +67,12 @@ class _Kept:
         counts: Of `skipped_steps`, before it.
         scale: Of the loss scaler, before it.
         schedules: Step-wise learning-rate schedules before they advance.
+        buffers: What step hooks of the optimizer change, before it.
     """
 
     weights: OptimizerSnapshot
     gradients: GradientSnapshot
+    buffers: Snapshot
     groups: list[dict[str, Any]]
     groups_after: list[dict[str, Any]]
     counts: dict[str, Any]
@@ -147,12 +149,13 @@ class OptimisticSteps(PostValidation):
     @override
     def begin(self, optimizer: Any) -> None:
         self._step, self._optimizer = None, optimizer
-        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(
-            optimizer, "_optimizer_step_post_hooks", None
-        )
         trainer = self._strategy.connected_module.trainer
         self.optimistic = (
-            self._size > 1 and self._alone and not hooks and self._has_something_to_find() and not _ends_here(trainer)
+            self._size > 1
+            and self._alone
+            and all(callable(getattr(hook, "changed", None)) for hook in _step_hooks(optimizer))
+            and self._has_something_to_find()
+            and not _ends_here(trainer)
         )
 
     def _has_something_to_find(self) -> bool:
@@ -219,6 +222,7 @@ class OptimisticSteps(PostValidation):
         return _Kept(
             OptimizerSnapshot(optimizer, self._pool),
             GradientSnapshot(_parameters(optimizer), self._pool),
+            Snapshot([each._buffers for hook in _step_hooks(optimizer) for each in hook.changed()], pool=self._pool),
             _groups(optimizer),
             [],
             self._strategy.skipped_steps.state_dict(),
@@ -265,6 +269,7 @@ class OptimisticSteps(PostValidation):
         if step.kept is not None:
             step.kept.weights.free()
             step.kept.gradients.free()
+            step.kept.buffers.free()
             step.kept = None
 
     def redo(self, step: _Step, *, inside: bool) -> None:
@@ -289,6 +294,7 @@ class OptimisticSteps(PostValidation):
         strategy, optimizer, scaler = self._strategy, step.optimizer, self._scaler
         now = _groups(optimizer)
         kept.weights.restore()
+        kept.buffers.restore()
         _set_groups(optimizer, kept.groups)
         strategy.skipped_steps.load_state_dict(kept.counts)
         cleared = kept.gradients.restore()
@@ -342,6 +348,12 @@ def _ends_here(trainer: pl.Trainer) -> bool:
         return False
     batch = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
     return (batch + 1) % int(every) == 0
+
+
+def _step_hooks(optimizer: Any) -> list[StepHook]:
+    # Private names checked with torch 2.13. Those of other people may change anything, so nothing is taken back under them.
+    before, after = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) or {} for when in ("pre", "post"))
+    return [*before.values(), *after.values()]
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:

@@ -116,6 +116,8 @@ class SharedWeights:
         return None if owners is None else owners.group
 
     def _shared_with(self, parameter: Tensor) -> _Owners | None:
+        if not self._owners:
+            return None
         names = {name for name, found in self._parameters().items() if found is parameter}
         return next((owners for owners in self._owners if not names.isdisjoint(owners.weights)), None)
 

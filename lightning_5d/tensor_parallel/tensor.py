@@ -91,13 +91,16 @@ class TensorParallel(Parallelism):
         return surveyed.parallelize(module, plan, mesh, dtypes)
 
     def _layout(self, module: nn.Module, plan: ParallelPlan) -> tuple[TensorLayout, list[Problem]]:
+        from lightning_5d.expert_parallel.rows import region_problems
+        from lightning_5d.expert_parallel.survey import found_experts
         from lightning_5d.tensor_parallel.plan import layout_of
         from lightning_5d.tensor_parallel.sequence_mixing import mixing_problems
 
         if self.plan is not None:
             plan = dataclasses.replace(plan, tensor=self.plan, tensor_source="TensorParallel(plan=...)")
         layout, problems = layout_of(module, plan, self.size, self.sequence_parallel)
-        return layout, [*problems, *mixing_problems(module, layout)]
+        experts = [found.name for found in found_experts(module)]
+        return layout, [*problems, *mixing_problems(module, layout), *region_problems(experts, layout)]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_5d import FiveD, PipelineParallel, ZeRO
+from lightning_5d import ContextParallel, ExpertParallel, FiveD, PipelineParallel, ZeRO
 from lightning_5d.callbacks import ExpertLoad
-from tests.expert_parallel.counting import Counting
 from tests.expert_parallel.routed import Routed
 from tests.modules import TinyLM, Tokens, loader
 from tests.ranks.pool import RankPool
@@ -61,7 +60,7 @@ def test_recomputation_and_what_it_measures_count_nothing(tmp_path, mode: Any) -
     own = mode in ("reentrant", "non-reentrant")
     for block in module.layers if own else ():
         block.again = mode
-    strategy = FiveD(Counting(), activation_checkpointing=None if own else mode)
+    strategy = FiveD(activation_checkpointing=None if own else mode)
     fit(callback, module, strategy=strategy, devices=1, max_steps=2)
     runs = len(module.layers[0].seen)
     assert runs > 2
@@ -97,10 +96,12 @@ def trained(rank: int, folder: str, plugins: list[Any] | None = None, world: int
 @pytest.mark.parametrize(
     ("world", "plugins"),
     [
-        (2, [Counting(), ZeRO(stage=1)]),
-        (2, [Counting(), PipelineParallel(2, microbatches=2)]),
+        (2, [ZeRO(stage=1)]),
+        (2, [ExpertParallel(2), ZeRO(stage=1)]),
+        (2, [PipelineParallel(2, microbatches=2)]),
+        (4, [ExpertParallel(2), ContextParallel(2), ZeRO(stage=1)]),
     ],
-    ids=["data", "pipeline"],
+    ids=["data", "experts", "pipeline", "experts and context"],
 )
 def test_every_rank_has_the_numbers_of_one_process(ranks: RankPool, tmp_path, world: int, plugins: list[Any]) -> None:
     expected = trained(0, str(tmp_path / "one"), accumulate_grad_batches=2)
@@ -110,7 +111,7 @@ def test_every_rank_has_the_numbers_of_one_process(ranks: RankPool, tmp_path, wo
         assert rank["loads"] == expected["loads"]
         assert rank["metrics"] == pytest.approx(expected["metrics"])
         assert rank["metrics"] == found[0]["metrics"]
-    assert [rank["files"] for rank in found] == [2, 0]
+    assert [rank["files"] for rank in found] == [2] + [0] * (world - 1)
 
 
 def test_a_reading_of_several_steps_is_their_sum_and_reaches_loggers_at_its_own_pace(tmp_path) -> None:

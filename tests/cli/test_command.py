@@ -33,8 +33,8 @@ def test_an_unknown_command_is_refused_with_those_there_are(fived):
 def test_train_help_lists_groups_and_choices(fived):
     status, output = fived("train", "--help")
     assert status == 0
-    assert "strategy: context, ddp, hybrid, pipeline, single, tensor, zero0, zero1, zero2, zero3" in output
-    assert "recipe: long_context, pipeline_demo, python_docs_zero1" in output
+    assert "strategy: context, ddp, expert, hybrid, pipeline, single, tensor, zero0, zero1, zero2, zero3" in output
+    assert "recipe: long_context, moe_demo, pipeline_demo, python_docs_zero1" in output
     assert "data=text data.path=FILE_OR_FOLDER" in output
 
 
@@ -262,3 +262,18 @@ def test_strategies_of_lightnings_own_get_its_precision_plugin(composed):
     plugin = _trainer(config, lambda make: make()).precision_plugin
     assert type(plugin) is MixedPrecision
     assert plugin.precision == "bf16-mixed"
+
+
+def test_the_recipe_of_experts_is_two_ranks_with_a_bias_and_a_chart(composed):
+    from lightning_5d import ExpertParallel, ZeRO
+    from lightning_5d.callbacks import ExpertLoad
+    from lightning_5d.cli.build import build
+
+    config = OmegaConf.create(composed("recipe=moe_demo", "expert.capacity_factor=1.25"))
+    strategy = build(config.strategy)
+    assert [type(plugin) for plugin in strategy.plugins] == [ExpertParallel, ZeRO]
+    assert strategy.plugins[0] == ExpertParallel(2, capacity_factor=1.25)
+    assert config.trainer.devices == 2
+    assert config.model.decoder.moe.bias_rate > 0
+    assert config.model.decoder.moe.balance == 0
+    assert config.callbacks.expert_load._target_.endswith(ExpertLoad.__name__)

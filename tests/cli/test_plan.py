@@ -74,3 +74,15 @@ def test_a_context_axis_is_shown_by_the_positions_of_each_rank(plan):
     assert "rank 1  8-15, 48-55   1.00\n" in output
     assert "A rank sends per attention layer and sequence" in output
     assert "of 32 tokens" in plan("strategy=context", "model=tiny")[1]
+
+
+def test_an_expert_axis_is_shown_by_the_experts_of_each_rank(plan):
+    status, output, _ = plan("recipe=moe_demo", "trainer.devices=4")
+    assert status == 0
+    assert "decoder.layers.*.mlp.experts (3)  8        2      4 " in output
+    assert "rank 0, 2  experts 0-3\nrank 1, 3  experts 4-7\n" in output
+    assert "at rest" in plan("recipe=moe_demo", "trainer.devices=4", "strategy._args_.1.stage=3")[1]
+    status, output, errors = plan("recipe=moe_demo", "trainer.devices=4", "expert.size=3")
+    assert (status, output) == (1, "")
+    assert "3 does not divide the 4 ranks that experts live on" in errors
+    assert "has no MoE layer" in plan("model=tiny", "strategy=expert")[2]

@@ -8,10 +8,16 @@ import lightning as L
 import torch
 
 from tests.ranks.pool import RankPool
-from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, WholeRecord, apart
+from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, WholeRecord, apart, decoder
 from tests.trainers import quiet
 
 ROWS, BATCH = 32, 16
+EXPERTS = {"experts": 4, "top_k": 2, "intermediate_size": 12, "balance": 0.3, "z": 0.2, "bias_rate": 0.05}
+
+
+def sparse(**changes: Any) -> Callable[[], Any]:
+    """The reference model with experts in all of its blocks but the first, with losses of all kinds and a bias."""
+    return decoder(num_layers=4, dense_layers=1, moe={**EXPERTS, **changes})
 
 
 class BufferRecord(WholeRecord):
@@ -24,17 +30,24 @@ class BufferRecord(WholeRecord):
 
 
 def fit_settings(
-    rank: int, module: Callable[[], Any], settings: Mapping[str, Callable[[], Any]], world: int, **arguments: Any
+    rank: int,
+    module: Callable[[], Any],
+    settings: Mapping[str, Callable[[], Any]],
+    data: Callable[[], Any],
+    world: int,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Trains under one strategy after the other."""
-    return {name: _fit(module, strategy, BATCH, devices=world, **arguments) for name, strategy in settings.items()}
+    return {name: _fit(module, strategy, data, devices=world, **arguments) for name, strategy in settings.items()}
 
 
-def _fit(module: Callable[[], Any], strategy: Callable[[], Any] | None, batch: int, **arguments: Any) -> dict[str, Any]:
+def _fit(
+    module: Callable[[], Any], strategy: Callable[[], Any] | None, data: Callable[[], Any], **arguments: Any
+) -> dict[str, Any]:
     record = BufferRecord()
     chosen = {} if strategy is None else {"strategy": strategy()}
     trainer = quiet(callbacks=[record], use_distributed_sampler=False, gradient_clip_val=0.5, **chosen, **arguments)
-    trainer.fit(module(), datamodule=Dealt(Rows(ROWS, 6), batch))
+    trainer.fit(module(), datamodule=data())
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {**record(), "buffers": record.buffers, "metrics": metrics}
 
@@ -45,26 +58,37 @@ def compare_settings(
     module: Callable[[], Any],
     settings: Mapping[str, Callable[[], Any]],
     microbatches: int,
+    data: Callable[[], Any] | None = None,
     tolerance: float = 1e-5,
-    **arguments: Any,
 ) -> None:
-    """Trains under each strategy and alone, and compares losses, norms, gradients, weights, buffers and what is logged."""
-    call = partial(fit_settings, module=module, settings=settings, world=world, **arguments)
+    """Trains under each strategy and alone, and compares losses, norms, gradients, weights and buffers.
+
+    Args:
+        ranks: The pool.
+        world: How many of it.
+        module: Makes the module.
+        settings: Makes the strategy of each run, by name.
+        microbatches: Batches that one process accumulates over.
+        data: Makes the data.
+        tolerance: What differences have to be below.
+    """
+    call = partial(fit_settings, module=module, settings=settings, data=data or partial(_rows, BATCH), world=world)
     found = ranks(world, call, **SEPARATE)
-    alone = {"devices": 1, "accumulate_grad_batches": microbatches}
-    expected = _fit(module, None, BATCH // microbatches, **{**arguments, **alone})
+    alone = data or partial(_rows, BATCH // microbatches)
+    expected = _fit(module, None, alone, devices=1, accumulate_grad_batches=microbatches)
     expected["losses"] = torch.tensor(expected["losses"]).view(-1, microbatches).sum(1).tolist()
-    worst: dict[str, dict[str, float]] = {}
-    for name in settings:
-        mine = [each[name] for each in found]
-        worst[name] = apart(mine, expected, 1e-6)
-        worst[name]["buffers"] = max(
-            float((value - expected["buffers"][key]).abs().max())
-            for each in mine
-            for key, value in each["buffers"].items()
-        )
-        worst[name]["metrics"] = max(
-            abs(each["metrics"][key] / value - 1) for each in mine for key, value in expected["metrics"].items()
-        )
+    worst = {name: _apart([each[name] for each in found], expected) for name in settings}
     bad = {name: found for name, found in worst.items() if max(found.values()) >= tolerance}
     assert not bad, bad
+
+
+def _rows(batch: int) -> Dealt:
+    return Dealt(Rows(ROWS, 6), batch)
+
+
+def _apart(found: list[dict[str, Any]], expected: dict[str, Any]) -> dict[str, float]:
+    differences = apart(found, expected, 1e-6)
+    buffers = [(each["buffers"][name], expected["buffers"][name]) for each in found for name in each["buffers"]]
+    differences["buffers"] = max((float((one - other).abs().max()) for one, other in buffers), default=0.0)
+    assert set().union(*(each["buffers"] for each in found)) == set(expected["buffers"])
+    return differences

@@ -134,7 +134,7 @@ class Mixture(nn.Module):
         return list(self.blocks)
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
-        x = self.inp(x)
+        x = self.inp(x.to(self.inp.weight.dtype))
         for index, block in enumerate(self.blocks):
             # Ranks of one set of experts skip such a block together, as nobody else could answer the others of them.
             if self.mode == "skipped" and ((rank < 2 and index == 1) or (rank == 2 and index == 3)):

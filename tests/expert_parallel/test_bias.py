@@ -1,12 +1,13 @@
 """A bias on the choice follows the load: once for each step that is made, from tokens that were trained on, each counted once."""
 
+from dataclasses import replace
 from functools import partial
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 from lightning_5d import FiveD, FiveDPrecision, LossScaling, ZeRO
@@ -140,6 +141,35 @@ def test_a_forward_that_backward_runs_again_counts_once_and_has_the_same_gradien
         torch.testing.assert_close(one.grad, other.grad, msg=lambda m, name=name: f"{name}: {m}")
 
 
+class Product(Counted):
+    """Takes sums over ranks by an operation that selective recomputation keeps by its number."""
+
+    def sum(self, x, scope):
+        return (torch.eye(len(x)) @ x.float()[:, None])[:, 0].to(x.dtype)
+
+
+def test_what_is_not_asked_again_does_not_shift_what_selective_recomputation_keeps():
+    def trained(run) -> list[Tensor]:
+        blocks = nn.ModuleList([block(replace(CONFIG, balance=0.5, shared=1)) for _ in range(2)])
+        for each in blocks:
+            each.counted = Product()
+
+        def both(x):
+            total = 0.0
+            for each in blocks:
+                y, losses = each(x)
+                x, total = x + y, total + losses["balance"]
+            return x, total
+
+        x, total = run(both, hidden().requires_grad_())
+        (x.square().sum() + total).backward()
+        return [parameter.grad for parameter in blocks.parameters()]
+
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    found = trained(partial(checkpoint, use_reentrant=False, context_fn=kept))
+    torch.testing.assert_close(found, trained(lambda both, x: both(x)))
+
+
 def test_a_reentrant_checkpoint_counts_once_too():
     module = block()
     x = hidden().requires_grad_()
@@ -202,7 +232,7 @@ def test_under_zero_the_router_and_its_bias_are_fp32_while_modules_compute_in_16
     experts.register_forward_pre_hook(
         lambda experts, args: seen.update(experts=experts.down_proj.dtype, rows=args[0].dtype, weights=args[2].dtype)
     )
-    module.decoder.layers[1].register_forward_pre_hook(lambda layer, args: seen.update(losses=args[3]["z"].dtype))
+    module.decoder.layers[1].register_forward_hook(lambda layer, args, _: seen.update(losses=args[3]["z"].dtype))
     trainer = quiet(strategy=FiveD(ZeRO(stage=1)), plugins=FiveDPrecision(precision), callbacks=[biases], devices=1)
     trainer.fit(module, Batches())
     half = torch.float16 if precision == "16-mixed" else torch.bfloat16

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,9 +171,12 @@ def _decide(rank: int, settings: dict[str, Any], drop: Drop) -> None:
     whole = layout.ranks.choices(*mine)
     torch.testing.assert_close(whole[0], index.flatten(0, 1))
     torch.testing.assert_close(whole[1], weights.flatten(0, 1), rtol=0, atol=0)
-    kept = layout.ranks.part(kept_by_capacity(*whole, EXPERTS, capacity))
+    kept = layout.ranks.kept(*mine, partial(kept_by_capacity, experts=EXPERTS, capacity=capacity))
     expected = layout.mine(wanted.unflatten(0, (SEQUENCES, 7)).float()).nan_to_num(0).bool()
     torch.testing.assert_close(kept, expected)
+    tokens = layout.mine(torch.ones(SEQUENCES, 7, TOP_K)).nan_to_num(0).bool()
+    without_limit = layout.ranks.kept(*mine, None)
+    assert tokens.all() if without_limit is None else bool((without_limit == tokens).all())
     layout.ranks.close()
 
 

@@ -1,45 +1,85 @@
 """Layers with experts whose forwards backward runs again."""
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from lightning_5d import FiveD, ParallelPlan, PipelineParallel, ZeRO
+from lightning_5d import ExpertParallel, FiveD, ParallelPlan, PipelineParallel, ZeRO
 from lightning_5d.activation_checkpointing import ActivationCheckpointing, Checkpointed
+from lightning_5d.models import LanguageModel
+from lightning_5d.models.decoder import DecoderBlock
 from lightning_5d.parallelism import Parallelized
-from tests.expert_parallel.by_hand import AllToAll, Model, Sending
-from tests.expert_parallel.in_stages import compare_settings
+from tests.expert_parallel.in_stages import compare_settings, sparse
 from tests.ranks.pool import RankPool
 
 MICROBATCHES = 4
-MODES: dict[str, Any] = {
-    "full": "full",
-    "selective": "selective",
-    "half": 0.5,
-    "experts": ActivationCheckpointing(modules=("*.experts",)),
-    "every": ActivationCheckpointing(every=2),
-}
 
 
-def _strategy(schedule: str, checkpointing: Any = None) -> Any:
-    pipeline = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
-    return partial(FiveD, pipeline, Sending(), ZeRO(stage=2), activation_checkpointing=checkpointing)
+class Checkpointing(DecoderBlock):
+    """A block whose author has it run again."""
+
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(super().forward, *args, use_reentrant=False)
 
 
-@pytest.mark.parametrize("modes", [["full", "selective", "experts", "every"], ["half"]])
-def test_every_mode_sends_in_one_order_and_counts_once(ranks: RankPool, modes: list[str]) -> None:
-    strategies = {f"{mode} {name}": _strategy(name, MODES[mode]) for mode in modes for name in ("1f1b", "zb_v")}
-    compare_settings(ranks, 4, Model, strategies, microbatches=MICROBATCHES)
+def _checkpointing() -> LanguageModel:
+    module: LanguageModel = sparse()()
+    for layer in module.decoder.layers:
+        layer.__class__ = Checkpointing
+    return module
 
 
-@pytest.mark.parametrize("reentrant", [False])
-def test_what_users_run_again_themselves(ranks: RankPool, reentrant: bool) -> None:
-    strategies = {name: _strategy(name) for name in ("1f1b", "zb_v")}
-    compare_settings(ranks, 4, partial(Model, checkpointed=reentrant), strategies, microbatches=MICROBATCHES)
+def _strategy(stage: int, schedule: str, checkpointing: Any = None) -> Any:
+    pipeline = PipelineParallel(
+        2, schedule=schedule, microbatches=MICROBATCHES, **({"chunks": 2} if schedule == "interleaved_1f1b" else {})
+    )
+    return partial(FiveD, pipeline, ExpertParallel(2), ZeRO(stage=stage), activation_checkpointing=checkpointing)
+
+
+def test_every_mode_sends_in_one_order_and_counts_once(ranks: RankPool) -> None:
+    strategies = {
+        "full": _strategy(2, "zb_v", "full"),
+        "selective": _strategy(2, "interleaved_1f1b", "selective"),
+        "half": _strategy(1, "zb_h1", 0.5),
+        "experts": _strategy(3, "1f1b", ActivationCheckpointing(modules=("*.experts",))),
+    }
+    compare_settings(ranks, 4, sparse(), strategies, microbatches=MICROBATCHES)
+
+
+def test_shards_of_experts_are_gathered_inside_of_blocks_that_run_again(ranks: RankPool) -> None:
+    strategies = {
+        f"{mode} {stage}": partial(FiveD, ExpertParallel(2), ZeRO(stage=stage), activation_checkpointing=mode)
+        for mode, stage in (("full", 3), ("selective", 1), ("selective", 3), (0.5, 3))
+    }
+    compare_settings(ranks, 4, sparse(), strategies, microbatches=1)
+
+
+def test_what_users_run_again_themselves(ranks: RankPool) -> None:
+    compare_settings(ranks, 4, _checkpointing, {"zb_v": _strategy(3, "zb_v")}, microbatches=MICROBATCHES)
+
+
+class AllToAll(torch.autograd.Function):
+    """Half of the rows for the other rank."""
+
+    calls: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        AllToAll.calls.append("again" if torch._C._current_graph_task_id() != -1 else "forward")
+        out = torch.empty_like(rows)
+        dist.all_to_all_single(out, rows.contiguous())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        out = torch.empty_like(grad)
+        AllToAll.calls.append("backward")
+        dist.all_to_all_single(out, grad.contiguous())
+        return out
 
 
 class Uneven(nn.Module):
@@ -54,8 +94,7 @@ class Meeting(nn.Module):
     """Waits for the others."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = [len(x) // 2] * 2
-        return AllToAll.apply(x.sin().cos(), rows, rows, None).sin().cos()
+        return AllToAll.apply(x.sin().cos()).sin().cos()
 
 
 class Together(Parallelized):

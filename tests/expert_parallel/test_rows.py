@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import product
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,13 +10,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_5d import TensorParallel
 from lightning_5d.context_parallel.cut import Balance, SequenceCut
-from lightning_5d.expert_parallel.found import FoundExperts
+from lightning_5d.expert_parallel.config import MoEConfig
+from lightning_5d.expert_parallel.experts import Experts as OwnExperts
 from lightning_5d.expert_parallel.microbatch_rows import MicrobatchRows
-from lightning_5d.expert_parallel.rows import region_problems, through_rows
-from lightning_5d.expert_parallel.tensor_parts import local_part, stored_forms, tensor_rows
+from lightning_5d.expert_parallel.rows import through_rows
+from lightning_5d.mesh import AXES
+from lightning_5d.parallelism import RunContext
 from lightning_5d.tensor_parallel.axis import TensorAxis, open_axis
-from lightning_5d.tensor_parallel.layout import Region, TensorLayout
+from lightning_5d.tensor_parallel.rows import Rows
+from lightning_5d.tensor_parallel.shards import features
 from tests.ranks.pool import RankPool
 
 EXPERTS, TOP_K, HIDDEN, INNER = 4, 2, 5, 12
@@ -37,17 +42,9 @@ class Experts(nn.Module):
         return (out.gather(1, index[..., None].expand(-1, -1, HIDDEN)) * weights[..., None]).sum(1)
 
 
-def found(experts: Experts) -> FoundExperts:
-    return FoundExperts(
-        "experts",
-        experts,
-        EXPERTS,
-        TOP_K,
-        ("gate_up_proj", "down_proj"),
-        lambda module, rows, counts: rows,
-        {"gate_up_proj": 1, "down_proj": 2},
-        frozenset({"gate_up_proj"}),
-    )
+def parts(size: int) -> dict[str, Rows]:
+    """How ranks cut experts: a share of gate and of up each."""
+    return {"gate_up_proj": features(1, 2 * INNER, 2, size), "down_proj": features(2, INNER, 1, size)}
 
 
 def _batch(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -79,10 +76,10 @@ def _compare(axis: TensorAxis, count: int, is_cut: bool, has_parts: bool, drops:
 
     here = slice(rank * count, (rank + 1) * count) if is_cut else slice(None)
     experts = Experts()
-    rows = tensor_rows(found(experts), size)
+    rows = parts(size)
     if has_parts:
         for name, form in rows.items():
-            setattr(experts, name, nn.Parameter(local_part(getattr(experts, name).data, form, rank, size)))
+            setattr(experts, name, nn.Parameter(form.part(getattr(experts, name).data, rank, size)))
     mine = hidden[here].clone().requires_grad_(), weights[here].clone().requires_grad_()
     sent: list[int] = []
 
@@ -137,31 +134,47 @@ def test_one_rank_alone_sends_all_rows() -> None:
     torch.testing.assert_close(out, Experts()(hidden, index, weights, kept))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_parts_of_experts_make_the_whole_weight(size: int) -> None:
-    experts = Experts()
-    rows = tensor_rows(found(experts), size)
-    for name, form in rows.items():
-        whole = getattr(experts, name).data
-        parts = [local_part(whole, form, rank, size) for rank in range(size)]
-        torch.testing.assert_close(form.restore(torch.cat(parts, form.dim)), whole)
-        assert form.whole_shape(form.store(whole).shape) == whole.shape
-    gate, up = experts.gate_up_proj.data.chunk(2, 1)
-    first = local_part(experts.gate_up_proj.data, rows["gate_up_proj"], 0, size)
-    torch.testing.assert_close(first, torch.cat([gate[:, : INNER // size], up[:, : INNER // size]], 1))
-    assert set(stored_forms("mlp.experts", rows)) == {"mlp.experts.gate_up_proj"}
+class Mixed(nn.Module):
+    """A shared expert and others in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS)
+        self.up, self.down = nn.Linear(HIDDEN, INNER), nn.Linear(INNER, HIDDEN)
+        self.experts = OwnExperts(HIDDEN, MoEConfig(experts=EXPERTS, top_k=TOP_K, intermediate_size=INNER))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(TOP_K)
+        out: Tensor = self.experts(x, index, weights) + self.down(F.silu(self.up(x)))
+        return out
 
 
-def test_experts_inside_of_a_region_are_refused() -> None:
-    layout = TensorLayout(
-        regions=(
-            Region("layers.0.mlp", ("layers.0.mlp.up",), ("layers.0.mlp.down",)),
-            Region("layers.1.mlp", (), (), "layers"),
-        )
-    )
-    (problem,) = region_problems(["layers.0.mlp.experts", "layers.1.mlp.experts"], layout)
-    assert "layers.0.mlp.experts" in problem.what
-    assert "layers.0.mlp.*" in problem.fix
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mixed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+class Model(nn.Module):
+    parallel_plan: ClassVar[dict[str, str]] = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_experts_inside_of_a_region_are_refused(sequence: bool) -> None:
+    sizes = {**dict.fromkeys(AXES, 1), "tp": 2}
+    context = RunContext(2, 1, "cpu", "32-true", sizes, Model())
+    problems = TensorParallel(2, sequence_parallel=sequence).validate(context)
+    (problem, *_) = [each for each in problems if "experts" in each.what]
+    assert "blocks.0.mlp.experts are inside of blocks.0.mlp" in problem.what
+    assert "beside the experts" in problem.fix
 
 
 LAYOUTS = [

@@ -11,7 +11,7 @@ STAGES = range(4)
 
 
 def _compare(ranks, layouts: list[Layout], tolerance: float = 1e-5) -> None:
-    got = ranks(layouts[0].world, on_ranks_each, layouts, timeout=60)
+    got = ranks(layouts[0].world, on_ranks_each, layouts, timeout=45)
     expected = {}
     for layout, runs in zip(layouts, zip(*got, strict=True), strict=True):
         key = layout.count, layout.mode, layout.accumulation, layout.optimizer

@@ -1,12 +1,15 @@
 """A piece of a sequence says how long the whole is, from module to module and from stage to stage."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_5d.module_casting import ModuleCasting
 from lightning_5d.pipeline_parallel.payload import PayloadSpec, take_apart
+from lightning_5d.tensor_parallel.doors import WholeHook
 from lightning_5d.whole_length import length_on, mark
 
 
@@ -41,3 +44,17 @@ def test_what_leaves_a_block_in_fp32_keeps_its_length() -> None:
         out = root[0](torch.ones(2, 4, 3))
     assert out.dtype is torch.float32
     assert length_on(out) == 7
+
+
+class Output(NamedTuple):
+    hidden: Tensor
+    losses: dict[str, Tensor]
+
+
+def test_what_a_last_block_returns_beside_the_sequence_stays_as_it_is() -> None:
+    joins: Any = SimpleNamespace(whole=lambda piece: torch.cat([piece, piece], 1))
+    losses = {"z": torch.tensor(2.0)}
+    output = WholeHook(joins)(nn.Identity(), (torch.ones(1, 2, 3),), {}, Output(torch.ones(1, 2, 3), losses))
+    assert type(output) is Output
+    assert output.hidden.shape == (1, 4, 3)
+    assert output.losses["z"] is losses["z"]
