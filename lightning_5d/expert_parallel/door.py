@@ -36,6 +36,7 @@ class ExpertDoor(AroundForward):
         axis: The ranks of the tensor axis; ``None`` if there is one, or if it has nothing to do with experts.
         has_parts: Whether each of these has a part of every expert.
         capacity: A limit on the tokens of an expert, if there is one.
+        number: The layer's among those of the whole module.
     """
 
     def __init__(
@@ -48,11 +49,12 @@ class ExpertDoor(AroundForward):
         *,
         has_parts: bool,
         capacity: Capacity | None,
+        number: int = 0,
     ) -> None:
         super().__init__(layer.module)
         self.layer = layer
         self._ranks, self._load, self._exchange, self._axis = ranks, load, exchange, axis
-        self._has_parts, self._capacity = has_parts, capacity
+        self._has_parts, self._capacity, self._number = has_parts, capacity, number
         self._whole: Mapping[str, Tensor] | None = None
         self._names = tuple(inspect.signature(self.original).parameters)
         layer.module.__dict__["forward"] = self
@@ -94,7 +96,11 @@ class ExpertDoor(AroundForward):
     def _through(self, hidden: Tensor, index: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
         compute, exchange = partial(self._compute, self.layer.compute), self._exchange
         if self._whole is None:
-            return through_experts(hidden, index, weights, self.layer.count, compute, exchange, kept)
+            try:
+                return through_experts(hidden, index, weights, self.layer.count, compute, exchange, kept, self._number)
+            except RuntimeError as error:
+                error.add_note(f"It was in the experts {self.layer.name}.")
+                raise
         with self._swapped(self._whole):
             return through_experts(hidden, index, weights, self.layer.count, compute, None, kept)
 
