@@ -25,20 +25,21 @@ class CollectiveTokenExchange(TokenExchange):
         self._agreed: set[int] = set()
 
     @override
-    def routes(self, counts_E: Tensor, row_bytes: int) -> Routes:
+    def routes(self, counts_E: Tensor, row_bytes: int, layer: int = 0) -> Routes:
         experts = len(counts_E)
         check_divides(self.size, experts)
         if experts not in self._agreed:
             # Messages of different sizes end a process of gloo, or are not noticed; later ones have one size then.
             self._agree_on(experts)
-        sent = counts_E.new_full((self.size, experts // self.size + 1), row_bytes, dtype=torch.int64)
-        sent[:, :-1] = counts_E.view(self.size, -1)
+        sent = counts_E.new_full((self.size, experts // self.size + 2), row_bytes, dtype=torch.int64)
+        sent[:, -1] = layer
+        sent[:, :-2] = counts_E.view(self.size, -1)
         sent = sent.to(self._device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         sent, received = torch.stack([sent, received]).cpu()
-        check_same("bytes in a row", received[:, -1].tolist(), self.rank)
-        return Routes(sent[:, :-1], received[:, :-1])
+        self.check_said(*received[:, -2:].t().tolist())
+        return Routes(sent[:, :-2], received[:, :-2])
 
     def _agree_on(self, experts: int) -> None:
         own = torch.tensor([experts], device=self._device)

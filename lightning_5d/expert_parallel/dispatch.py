@@ -68,6 +68,7 @@ def through_experts(
     compute: Callable[[Tensor, Tensor], Tensor],
     exchange: TokenExchange | None = None,
     kept_NK: Tensor | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """The weighted sum of what each token's experts make of it, as (N, D).
 
@@ -82,8 +83,9 @@ def through_experts(
         compute: ``(rows_SD, counts_M) -> (S, D)`` for the M experts of this rank, rows sorted by expert.
         exchange: The ranks that hold the experts, E / M of them in order; ``None`` if this one holds all.
         kept_NK: Choices that are not left out.
+        layer: The number of the layer, which is the same on all ranks of `exchange`.
     """
-    way = Way(hidden_ND, index_NK, experts, exchange, kept_NK)
+    way = Way(hidden_ND, index_NK, experts, exchange, kept_NK, layer)
     way.start_dispatch()
     way.start_return(compute(way.arrived(), way.counts_M))
     return way.finish(weights_NK)
@@ -111,6 +113,7 @@ class Way:
         experts: How many there are.
         exchange: The ranks that hold them; ``None`` if this one holds all.
         kept_NK: Choices that are not left out.
+        layer: The number of the layer, which is the same on all of these ranks.
 
     Attributes:
         counts_M: Rows that come to each of this rank's experts; on the CPU.
@@ -123,6 +126,7 @@ class Way:
         experts: int,
         exchange: TokenExchange | None = None,
         kept_NK: Tensor | None = None,
+        layer: int = 0,
     ) -> None:
         self._exchange, self._dtype, self._size = exchange, hidden_ND.dtype, hidden_ND.shape[1]
         self._routes: Routes | None = None
@@ -131,7 +135,7 @@ class Way:
             if exchange is None:
                 self.counts_M = self._permutation.counts_E.cpu()
             else:
-                self._routes = exchange.routes(self._permutation.counts_E, self._size * hidden_ND.itemsize)
+                self._routes = exchange.routes(self._permutation.counts_E, self._size * hidden_ND.itemsize, layer)
                 self.counts_M = self._routes.received_M
             self._rows = int(self.counts_M.sum())
         self._hidden: Tensor | None = hidden_ND

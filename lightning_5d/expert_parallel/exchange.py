@@ -47,26 +47,51 @@ class TokenExchange(ABC):
     Attributes:
         rank: This rank's place.
         size: Ranks.
+        layers: Names of the layers whose experts they are, for errors.
         traffic: What was sent, this rank's own rows included, as ``"all_to_all"``.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
+        self.layers: Sequence[str] = ()
         self.traffic = Traffic()
 
     @abstractmethod
-    def routes(self, counts_E: Tensor, row_bytes: int) -> Routes:
+    def routes(self, counts_E: Tensor, row_bytes: int, layer: int = 0) -> Routes:
         """Tells the others how many rows go to each expert.
 
         Args:
             counts_E: This rank's rows for each of all experts, integers.
             row_bytes: The size of a row.
+            layer: Whose experts they are, as a number.
 
         Raises:
             ValueError: If the ranks do not divide the experts.
-            RuntimeError: If another rank has other experts, or other rows.
+            RuntimeError: If another rank is at another layer, has other experts, or other rows.
         """
+
+    def check_said(self, row_bytes: Sequence[int], layers: Sequence[int]) -> None:
+        """Checks what each rank has said of its rows.
+
+        Args:
+            row_bytes: The size of a row, by rank.
+            layers: Whose experts they are for, by rank.
+
+        Raises:
+            RuntimeError: If another rank has said something else.
+        """
+        for other, layer in enumerate(layers):
+            if layer != layers[self.rank]:
+                there, here = (self._named(number) for number in (layer, layers[self.rank]))
+                raise RuntimeError(
+                    f"Rank {other} of the expert group is at {there} where rank {self.rank} is at {here}: all of its ranks have to run the"
+                    " same layers in one order, as each has experts that tokens of the others go to."
+                )
+        check_same("bytes in a row", row_bytes, self.rank)
+
+    def _named(self, layer: int) -> str:
+        return self.layers[layer] if layer < len(self.layers) else f"layer {layer}"
 
     @abstractmethod
     def start_dispatch(self, rows_SD: Tensor, routes: Routes) -> Arriving:

@@ -64,29 +64,29 @@ class HostTokenExchange(TokenExchange):
         return buffer[:numel].view(tuple(shape))
 
     @override
-    def routes(self, counts_E: Tensor, row_bytes: int) -> HostRoutes:
+    def routes(self, counts_E: Tensor, row_bytes: int, layer: int = 0) -> HostRoutes:
         experts = len(counts_E)
         check_divides(self.size, experts)
-        shared = self._host.allocate(experts + 1, torch.int64, self._peers)
-        shared[:-1] = counts_E
-        shared[-1] = row_bytes
+        shared = self._host.allocate(experts + 2, torch.int64, self._peers)
+        shared[:-2] = counts_E
+        shared[-2], shared[-1] = row_bytes, layer
         number = self._number(_COUNTS)
         self._host.publish(shared, _COUNTS, number, self._peers)
-        each = torch.empty((self.size, experts + 1), dtype=torch.int64)
+        each = torch.empty((self.size, experts + 2), dtype=torch.int64)
         each[self.rank] = shared
         taken: list[tuple[Peer, int]] = []
         sizes = [experts] * self.size
         for peer in self._peers:
             block, nbytes = self._host.await_ready(peer, _COUNTS, number)
             taken.append((peer, block))
-            sizes[peer.rank] = nbytes // shared.itemsize - 1
+            sizes[peer.rank] = nbytes // shared.itemsize - 2
             if sizes[peer.rank] == experts:
                 each[peer.rank] = peer.blocks[block].view()[:nbytes].view(torch.int64)
         for peer, block in taken:
             self._host.done(peer, block)
         check_same("experts", sizes, self.rank)
-        check_same("bytes in a row", each[:, -1].tolist(), self.rank)
-        all_QRM = each[:, :-1].view(self.size, self.size, -1)
+        self.check_said(each[:, -2].tolist(), each[:, -1].tolist())
+        all_QRM = each[:, :-2].view(self.size, self.size, -1)
         return HostRoutes(all_QRM[self.rank], all_QRM[:, self.rank], all_QRM)
 
     @override

@@ -66,6 +66,7 @@ class SpreadExperts(Parallelized):
             self._weights = ExpertWeights(self._here, self._view, mesh)
         if plugin.size > 1 and self._view is not None:
             self._exchange = open_exchange(self._view.device_mesh.get_group("ep"), mesh.device)
+            self._exchange.layers = [layer.name for layer in layers]
 
     @override
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
@@ -74,6 +75,7 @@ class SpreadExperts(Parallelized):
             router.counted = CountedOver(self._ranks, partial(self._holders, router, axes))
         self._losses = RouterLosses(self._module, CountedOver(self._ranks))
         axis = self._tensor_axis(axes)
+        numbers = {layer.name: number for number, layer in enumerate(self._layers)}
         for layer in self._here:
             door = ExpertDoor(
                 layer,
@@ -83,6 +85,7 @@ class SpreadExperts(Parallelized):
                 axis,
                 has_parts=self._plugin.tensor > 1,
                 capacity=self._plugin.capacity,
+                number=numbers[layer.name],
             )
             self._doors.append(door)
         self._refresh()

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
+from lightning_5d.checkpoint.forms import whole_tensor
 from lightning_5d.data_parallel import Engine, ShardOptions, shard
 from lightning_5d.expert_parallel.found import FoundExperts
 from lightning_5d.expert_parallel.placement import ExpertWeights
 from lightning_5d.mesh import AXES, ExpertView, ParallelMesh
-from tests.data_parallel.training import Run, inputs, whole
+from tests.data_parallel.training import Run, inputs
 
 WIDTH = 6
 
@@ -161,6 +162,10 @@ class Layout:
     @property
     def world(self) -> int:
         return int(torch.tensor(self.sizes).prod())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return whole_tensor(tensor).detach().clone()
 
 
 def half(dtype: torch.dtype) -> MixedPrecisionPolicy:
