@@ -227,12 +227,12 @@ def engine_of(module: Mixture, layout: Layout, mesh: ParallelMesh) -> tuple[Engi
     return shard(module, module.parallel_blocks(), mesh.shard_mesh, layout.options, [view]), weights
 
 
-def on_ranks(rank: int, layout: Layout, steps: int = 3) -> Run:
+def on_ranks(rank: int, layout: Layout, mesh: ParallelMesh, steps: int = 3) -> Run:
     """The same on ranks, each with its own microbatches; those that hold copies start from other values."""
     torch.set_num_threads(1)
     alike = not layout.options.synchronize or rank < layout.ep
     module, run = make(layout, seed=0 if alike else 100 + rank), Run()
-    engine, _ = engine_of(module, layout, mesh_of(layout.sizes))
+    engine, _ = engine_of(module, layout, mesh)
     optimizer = optimizer_of(module, layout.optimizer)
     with torch.inference_mode():  # as Lightning's sanity check
         module.loss(inputs(0, 0, rank), rank)
@@ -256,4 +256,5 @@ def on_ranks(rank: int, layout: Layout, steps: int = 3) -> Run:
 
 def on_ranks_each(rank: int, layouts: Sequence[Layout]) -> list[Run]:
     """`on_ranks` for several layouts in one world: starting one takes longer than these runs."""
-    return [on_ranks(rank, layout) for layout in layouts]
+    meshes = {sizes: mesh_of(sizes) for sizes in dict.fromkeys(layout.sizes for layout in layouts)}
+    return [on_ranks(rank, layout, meshes[layout.sizes]) for layout in layouts]
