@@ -65,13 +65,14 @@ class Experts(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(count, 5, WIDTH) / 2)
+        self.shift = nn.Parameter(torch.randn(count, 5))
         self.down = nn.Parameter(torch.randn(count, WIDTH, 5) / 2)
         self.count = count
         self.group: dist.ProcessGroup | None = None
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.up, std=0.5)
-        nn.init.normal_(self.down, std=0.5)
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.5)
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         if self.group is None:
@@ -81,7 +82,7 @@ class Experts(nn.Module):
         return _Summed.apply(self._sum(x, mine), self.group)
 
     def _sum(self, x: Tensor, gates: Tensor) -> Tensor:
-        hidden = torch.tanh(torch.einsum("nd,eod->eno", x, self.up))
+        hidden = torch.tanh(torch.einsum("nd,eod->eno", x, self.up) + self.shift[:, None])
         return torch.einsum("eno,edo,ne->nd", hidden, self.down, gates)
 
 
@@ -212,7 +213,7 @@ def placed(module: Mixture, mesh: ParallelMesh, view: ExpertView) -> ExpertWeigh
     found = []
     for name, layer in module.named_modules():
         if isinstance(layer, Experts):
-            found.append(FoundExperts(name, layer, layer.count, None, ("up", "down"), compute=_unused))
+            found.append(FoundExperts(name, layer, layer.count, None, ("up", "shift", "down"), compute=_unused))
             layer.group = view.device_mesh.get_group("ep")
     return ExpertWeights(found, view, mesh)
 

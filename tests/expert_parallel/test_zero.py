@@ -6,7 +6,7 @@ import torch
 from lightning_5d import ExpertParallel, PipelineParallel, ZeRO
 from lightning_5d.data_parallel import ShardOptions
 from tests.data_parallel.training import assert_equal_runs
-from tests.expert_parallel.mixture import Layout, half, on_ranks_each, one_process
+from tests.expert_parallel.mixture import Layout, engine_of, half, make, mesh_of, on_ranks_each, one_process
 from tests.expert_parallel.test_training import mixture
 from tests.tensor_parallel.parity import compare
 
@@ -56,10 +56,26 @@ def test_uneven_offloaded_and_messaging_ranks_train_alike(ranks):
     layouts = [
         Layout(ShardOptions(3, offload="optimizer+parameters"), 2),
         Layout(ShardOptions(3, shared_memory=False), 2, mode="skipped"),
-        Layout(ShardOptions(2), 2, count=6),  # three experts on two ranks
-        Layout(ShardOptions(3), 2, count=2),  # one expert on two ranks
+        # Three experts on two ranks, and one on two: weights are cut where that is even, if it is anywhere.
+        *(Layout(ShardOptions(stage), 2, count=6) for stage in (0, 3)),
+        *(Layout(ShardOptions(stage), 2, count=2) for stage in (2, 3)),
     ]
     _compare(ranks, layouts)
+
+
+def _held(rank: int, layout: Layout) -> dict[str, int]:
+    module = make(layout)
+    engine, _ = engine_of(module, layout, mesh_of(layout.sizes))
+    held = {name: parameter.to_local().numel() for name, parameter in module.blocks[1].experts.named_parameters()}
+    engine.close()
+    return held
+
+
+def test_ranks_that_share_one_expert_hold_parts_of_it_each(ranks):
+    found = ranks(4, _held, Layout(ShardOptions(1), 2, count=2), timeout=20)
+    assert [each["up"] for each in found] == [15] * 4
+    assert [each["down"] for each in found] == [15] * 4
+    assert [each["shift"] for each in found] == [5, 5, 0, 0]  # five numbers, which two ranks do not divide
 
 
 def test_half_precision_divides_as_full_precision_does(ranks):
