@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from lightning_5d.expert_parallel.door import ExpertDoor
 from lightning_5d.expert_parallel.exchange import TokenExchange, open_exchange
 from lightning_5d.expert_parallel.found import FoundExperts
 from lightning_5d.expert_parallel.load import ExpertLoads
+from lightning_5d.expert_parallel.owed import OwedBackward
 from lightning_5d.expert_parallel.placement import ExpertWeights
 from lightning_5d.expert_parallel.report import ExpertPlaces, describe_experts
 from lightning_5d.expert_parallel.router_losses import RouterLosses
@@ -61,6 +62,7 @@ class SpreadExperts(Parallelized):
         self._ranks: RowRanks | None = None
         self._doors: list[ExpertDoor] = []
         self._losses: RouterLosses | None = None
+        self._owed: OwedBackward | None = None
         self._waiting: dist.ProcessGroup | None = None
         if plugin.size > 1 or plugin.tensor > 1:
             self._view = mesh.expert_view(plugin.size, plugin.tensor)
@@ -94,6 +96,8 @@ class SpreadExperts(Parallelized):
                 number=numbers[layer.name],
             )
             self._doors.append(door)
+        if self._exchange is not None:
+            self._owed = OwedBackward(self._module, self._here)
         self._refresh()
         together = self._mesh.stage_group
         if self._mesh.size("pp") > 1 and together is not None:
@@ -118,6 +122,20 @@ class SpreadExperts(Parallelized):
         least = torch.tensor(count)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._waiting)
         return int(least)
+
+    @override
+    def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._owed is None:
+            return super().call(step, args, kwargs)
+        self._owed.clear()
+        try:
+            return super().call(step, args, kwargs)
+        finally:
+            self._owed.clear()
+
+    @override
+    def owed(self) -> Sequence[Tensor]:
+        return () if self._owed is None else self._owed.outputs()
 
     @override
     def taking_back(self) -> Callable[[], None]:
@@ -220,8 +238,9 @@ class SpreadExperts(Parallelized):
     def close(self) -> None:
         for router in counting_modules(self._module):
             router.counted = Counted()
-        if self._losses is not None:
-            self._losses.close()
+        for noting in (self._losses, self._owed):
+            if noting is not None:
+                noting.close()
         while self._doors:
             self._doors.pop().take_off()
         for held in (self._ranks, self._exchange, self._own_axis):
