@@ -128,3 +128,4 @@ RUNS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 TWICE = {"twice": (twice, rows)}
 COMPILED = {"compiled": (partial(changed, compile_blocks), partial(rows, 8))}
+RUNS["Mixtral plain"] = (partial(Spreading, "Mixtral"), sentences)
