@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +11,38 @@ from typing_extensions import override
 
 from lightning_5d.expert_parallel.exchange import Routes, TokenExchange, check_divides, check_same
 from lightning_5d.tensor_parallel.axis import Arriving
+
+
+class CollectiveRoutes(Routes):
+    """Routes whose numbers are on their way.
+
+    Args:
+        rank: This rank.
+        work: What brings them.
+        sent: Rows for each expert of each rank, and the bytes of a row.
+        received: What the others have said.
+    """
+
+    def __init__(self, rank: int, work: dist.Work | None, sent: Tensor, received: Tensor) -> None:
+        self._rank, self._work, self._pair = rank, work, (sent, received)
+
+    @property
+    @override
+    def sent_RM(self) -> Tensor:
+        return self._numbers[0]
+
+    @property
+    @override
+    def received_RM(self) -> Tensor:
+        return self._numbers[1]
+
+    @cached_property
+    def _numbers(self) -> tuple[Tensor, Tensor]:
+        if self._work is not None:
+            self._work.wait()
+        sent, received = torch.stack(self._pair).cpu()
+        check_same("bytes in a row", received[:, -1].tolist(), self._rank)
+        return sent[:, :-1], received[:, :-1]
 
 
 class CollectiveTokenExchange(TokenExchange):
@@ -35,10 +69,8 @@ class CollectiveTokenExchange(TokenExchange):
         sent[:, :-1] = counts_E.view(self.size, -1)
         sent = sent.to(self._device)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        sent, received = torch.stack([sent, received]).cpu()
-        check_same("bytes in a row", received[:, -1].tolist(), self.rank)
-        return Routes(sent[:, :-1], received[:, :-1])
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return CollectiveRoutes(self.rank, work, sent, received)
 
     def _agree_on(self, experts: int) -> None:
         own = torch.tensor([experts], device=self._device)
