@@ -56,7 +56,9 @@ def test_a_run_changes_its_layout_in_the_middle_of_epochs(ranks: RankPool, tmp_p
     found: list[float] = []
     for number, plugins in enumerate(LAYOUTS, 1):
         devices = 4 if plugins else 1
-        call = partial(_steps, path=path, steps=3 * number, strategy=partial(FiveD, *plugins), devices=devices, kind=kind)
+        call = partial(
+            _steps, path=path, steps=3 * number, strategy=partial(FiveD, *plugins), devices=devices, kind=kind
+        )
         found += ranks(4, call, **SEPARATE)[0] if plugins else call(0)
     expected = _steps(0, alone, 3 * len(LAYOUTS), None, 1, kind)
     assert found == pytest.approx(expected, rel=1e-5)
