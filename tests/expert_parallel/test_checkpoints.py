@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_5d import ContextParallel, ExpertParallel, FiveD, Parallelism, PipelineParallel, TensorParallel, ZeRO
-from lightning_5d.models import LanguageModel
 from tests.checkpoint.same import assert_same
 from tests.context_parallel.test_checkpoints import Losses
 from tests.expert_parallel.adapted import Spreading, rows, sentences
-from tests.expert_parallel.hugging_face_models import BALANCED
 from tests.expert_parallel.test_training import mixture
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.parity import SEPARATE

@@ -1,7 +1,6 @@
 """Section J, and what of the others is about experts, in a real Trainer whose ranks hold different ones."""
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
