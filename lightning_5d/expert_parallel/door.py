@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_5d.expert_parallel.dispatch import Capacity, is_of_somebody, kept_by_capacity, through_experts
 from lightning_5d.expert_parallel.exchange import TokenExchange
 from lightning_5d.expert_parallel.experts import compute_experts
-from lightning_5d.expert_parallel.found import FoundExperts
+from lightning_5d.expert_parallel.found import Compute, FoundExperts
 from lightning_5d.expert_parallel.load import LayerLoad
 from lightning_5d.expert_parallel.row_ranks import RowRanks
 from lightning_5d.expert_parallel.rows import through_rows
 from lightning_5d.hidden_operations import hidden_operations
 from lightning_5d.replaced_forward import AroundForward
 from lightning_5d.tensor_parallel.axis import TensorAxis
+from lightning_5d.tensor_parallel.random_regions import Seeded, generators, own_seed
+
+
+# [Note: one operation]
+# The context axis follows in the first step along which dimensions tokens lie, operation by operation. Rows of several ranks that are sorted
+# by expert are nothing that it knows, and what it made of them was wrong where there are as many features as tokens, or a multiple of them.
+# So the whole way is one operation to it, and to whoever else looks at operations, whose output lies as its input does.
+def _as_one_operation(hidden_ND: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    if has_torch_function_unary(hidden_ND):
+        out: Tensor = handle_torch_function(_as_one_operation, (hidden_ND,), hidden_ND, run)
+        return out
+    return run(hidden_ND)
 
 
 class ExpertDoor(AroundForward):
@@ -36,7 +49,7 @@ class ExpertDoor(AroundForward):
         axis: The ranks of the tensor axis; ``None`` if there is one, or if it has nothing to do with experts.
         has_parts: Whether each of these has a part of every expert.
         capacity: A limit on the tokens of an expert, if there is one.
-        number: The layer's, in `TokenExchange.layers`.
+        number: The layer's among those of the whole module.
     """
 
     def __init__(
@@ -67,7 +80,9 @@ class ExpertDoor(AroundForward):
         given = (*args, *(kwargs.get(name) for name in self._names[len(args) : 3]))
         if self._exchange is None and not self._has_parts and self._capacity is None:
             self._look(*given)
-            out: Tensor = self.run(*args, **kwargs)
+            device = given[0].device if isinstance(given[0], Tensor) else torch.device("cpu")
+            with self._own_numbers(device):
+                out: Tensor = self.run(*args, **kwargs)
             return out
         hidden, index, weights = given
         index_NK, weights_NK = self._choices(hidden, index, weights)
@@ -83,16 +98,17 @@ class ExpertDoor(AroundForward):
             kept_NK = real_N[:, None].expand_as(index_NK)
         axis = None if self._whole is not None else self._axis
         hidden_ND = hidden.reshape(-1, hidden.shape[-1])
-        out = through_rows(
-            hidden_ND,
-            index_NK,
-            weights_NK,
-            kept_NK,
-            self._through,
-            axis,
+        run = partial(
+            through_rows,
+            index_NK=index_NK,
+            weights_NK=weights_NK,
+            kept_NK=kept_NK,
+            experts=self._through,
+            axis=axis,
             is_cut=is_cut,
             has_parts=self._has_parts,
         )
+        out = _as_one_operation(hidden_ND, run)
         # Not a view of itself: FSDP2, whose group the experts may be, warns of views.
         return out if out.shape == hidden.shape else out.view_as(hidden)
 
@@ -125,7 +141,7 @@ class ExpertDoor(AroundForward):
         return index_NK, weights.reshape(index_NK.shape)
 
     def _through(self, hidden: Tensor, index: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
-        compute, exchange = partial(self.layer.compute, self.module), self._exchange
+        compute, exchange = partial(self._compute, self.layer.compute), self._exchange
         if self._may_choose_none:
             with hidden_operations():
                 chosen = is_of_somebody(index, self.layer.count)
@@ -133,9 +149,35 @@ class ExpertDoor(AroundForward):
                     kept = chosen if kept is None else kept & chosen
                     index = index.clamp(0, self.layer.count - 1)
         if self._whole is None:
-            return through_experts(hidden, index, weights, self.layer.count, compute, exchange, kept, self._number)
+            try:
+                return through_experts(hidden, index, weights, self.layer.count, compute, exchange, kept, self._number)
+            except RuntimeError as error:
+                error.add_note(f"It was in the experts {self.layer.name}.")
+                raise
         with self._swapped(self._whole):
             return through_experts(hidden, index, weights, self.layer.count, compute, None, kept)
+
+    def _compute(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+        with self._own_numbers(rows.device):
+            return compute(self.module, rows, counts)
+
+    # [Note: random numbers of experts]
+    # Ranks of a microbatch draw from one stream, and have different rows in their experts: as many as come. So each has a stream of its own
+    # in there, of a seed that is one number of the shared stream and the rank's place, and the shared stream goes on alike on all. What
+    # backward runs again finds the shared stream as it was, and so draws the same.
+    @contextmanager
+    def _own_numbers(self, device: torch.device) -> Iterator[None]:
+        place = None
+        if self.layer.may_draw and self.module.training:
+            place = self._ranks.place(spread=self._exchange is not None or self._has_parts)
+        if place is None:
+            yield
+            return
+        with hidden_operations():
+            # Of the CPU's generator, whatever the device is: nothing waits for it.
+            number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        with Seeded(generators(device), own_seed(number, place)):
+            yield
 
     @contextmanager
     def alone(self, whole: Mapping[str, Tensor]) -> Iterator[None]:

@@ -82,14 +82,11 @@ def test_memory_serves_other_numbers_of_rows_again(ranks: RankPool) -> None:
     ranks(2, _kept)
 
 
-def _message(rank: int, kind: str, experts: int, row_bytes: int, layer: int) -> str:
+def _message(rank: int, kind: str, experts: int, row_bytes: int) -> str:
     exchange = open_kind(kind)
-    exchange.layers = "first", "second"
-    exchange.routes(torch.ones(4, dtype=torch.int64), 8)
+    assert exchange.routes(torch.ones(4, dtype=torch.int64), 8).received_M.tolist() == [2, 2]
     with pytest.raises((RuntimeError, ValueError)) as found:
-        exchange.routes(
-            torch.ones(experts if rank else 6, dtype=torch.int64), row_bytes if rank else 16, layer if rank else 0
-        )
+        exchange.routes(torch.ones(experts if rank else 6, dtype=torch.int64), row_bytes if rank else 16).received_M  # noqa: B018
     dist.barrier()
     exchange.close()
     return str(found.value)
@@ -97,17 +94,11 @@ def _message(rank: int, kind: str, experts: int, row_bytes: int, layer: int) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("experts", "row_bytes", "layer", "said"),
-    [
-        (8, 16, 0, "8 experts where rank 0 has 6"),
-        (6, 32, 0, "32 bytes in a row where rank 0 has 16"),
-        (6, 16, 1, "come to the experts of second where rank 0 is at those of first"),
-    ],
+    ("experts", "row_bytes", "said"),
+    [(8, 16, "8 experts where rank 0 has 6"), (6, 32, "32 bytes in a row where rank 0 has 16")],
 )
-def test_ranks_that_disagree_are_told(
-    ranks: RankPool, kind: str, experts: int, row_bytes: int, layer: int, said: str
-) -> None:
-    first, second = ranks(2, _message, kind, experts, row_bytes, layer)
+def test_ranks_that_disagree_are_told(ranks: RankPool, kind: str, experts: int, row_bytes: int, said: str) -> None:
+    first, second = ranks(2, _message, kind, experts, row_bytes)
     assert said in first
     assert "Rank 0 of the expert group has" in second
 
