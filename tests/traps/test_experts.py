@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -21,17 +22,24 @@ from lightning_5d import (
     PipelineParallel,
     TensorParallel,
     ZeRO,
+    communication,
 )
 from lightning_5d.expert_parallel.bias import balance_by_bias
 from lightning_5d.expert_parallel.routing import TopKRouter
+from lightning_5d.launch import RankFailure, waiting
 from lightning_5d.loss_scaling import LossScaling
 from lightning_5d.models import LanguageModel
+from tests.expert_parallel.routed import Experts, Routed, Router
+from tests.launch.job import strike
+from tests.launch.test_failing import ranks_left_after
+from tests.modules import loader
 from tests.pipeline_parallel.recorded import Record
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, apart, decoder, fit, whole
 from tests.trainers import quiet
 from tests.traps.expert_models import Drawing, Numbered, Sloped, Tokens
 from tests.traps.replicas import TRAINER, one_and_same
+from tests.traps.test_pipeline import ends_at_once
 
 EP2, EP4 = ExpertParallel(2), ExpertParallel(4)
 INF = float("inf")
@@ -391,7 +399,7 @@ def _drawn(rank: int) -> dict[str, Any]:
     for name, plugins in DRAWN.items():
         for checkpointing in (None, "full"):
             L.seed_everything(3, verbose=False)
-            module = Drawing(noted="cp" not in name)
+            module = Drawing()
             strategy = FiveD(*plugins, activation_checkpointing=checkpointing)
             quiet(strategy=strategy, devices=4).fit(module, datamodule=Dealt(Rows(16, 6, 7), 8))
             found[name, checkpointing] = (module.drawn(), module.gradients)
@@ -407,7 +415,7 @@ def test_31_32_experts_draw_as_their_rows_lie_on_ranks_and_the_same_again_in_bac
     for name in DRAWN:
         drawn = [each[name, None][0] for each in found]
         pairs = [(0, 1), (2, 3)] if "tp" in name or "cp" in name else []
-        outside = {0: ["gate", "residual"], 1: ["experts.inside"]}[0]
+        outside = ["gate", "residual"]
         for one, other in pairs:
             same = _of(drawn[one], *outside) == _of(drawn[other], *outside)
             # The same rows on both: the same noise, and the same dropout behind experts.
@@ -506,3 +514,139 @@ def test_76_77_ranks_with_other_experts_read_other_samples_and_end_together(rank
         assert sorted(epochs[0][epoch] + epochs[2][epoch]) == list(range(16))
     assert epochs[0][0] != epochs[0][1]
     assert one_and_same([steps for _, steps in found]) == 2
+
+
+class Alone(Routed):
+    """Rank 1 leaves a layer out."""
+
+    def __init__(self, left_out: int) -> None:
+        super().__init__((4, 4))
+        self.left_out = left_out
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            if self.global_rank == 0 or number != self.left_out:
+                x = layer(x)
+        return self.head(x)
+
+
+def _alone(rank: int, left_out: int) -> None:
+    waiting.WAIT_SECONDS = 3.0
+    quiet(strategy=FiveD(EP2, ZeRO(stage=1)), devices=2).fit(Alone(left_out), loader(16))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "says"),
+    [
+        (0, r"Rank \d of the expert group is at layers.\d.experts where rank \d is at layers.\d.experts"),
+        (1, r"(?s)waits where others do not come.*rank 0: train.*routed.py"),
+    ],
+)
+def test_74_a_layer_that_one_rank_leaves_out_is_an_error_and_no_wait(ranks: RankPool, left_out: int, says: str) -> None:
+    ends_at_once(ranks, 2, says, _alone, left_out)
+
+
+class SavesOnZero(Routed):
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_global_zero and self.trainer.global_step == 2:
+            self.trainer.save_checkpoint(self.path)
+
+
+def _saves_on_zero(rank: int, path: str) -> None:
+    communication.PATIENCE_SECONDS = 2.0
+    quiet(strategy=FiveD(EP2, ZeRO(stage=1)), devices=2).fit(SavesOnZero(path), loader(16))
+
+
+def test_64_saving_experts_on_rank_0_alone_is_an_error_and_no_wait(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    ends_at_once(ranks, 2, r"(?s)waited 2 s in save_checkpoint for rank 1.*every rank", _saves_on_zero, str(path))
+    assert not path.exists()
+
+
+class StrikingExperts(Experts):
+    how = ""
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        if self.how:
+            strike(self.how)
+        return super().forward(hidden, index, weights)
+
+
+class StrikingRouter(Router):
+    how = ""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if self.how:
+            strike(self.how)
+        return super().forward(hidden)
+
+
+class Striking(Routed):
+    """An expert or a router of one rank fails in the third step."""
+
+    def __init__(self, where: str, how: str) -> None:
+        super().__init__((4, 4))
+        self.where, self.how = where, how
+        block = self.layers[1]
+        block.gate.__class__, block.experts.__class__ = StrikingRouter, StrikingExperts
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.global_rank == 1:
+            getattr(self.layers[1], self.where).how = self.how
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "says"),
+    [("experts", "raise", "it raised ValueError: the planned failure"), ("gate", "kill", "it was killed by SIGKILL")],
+)
+def test_88_a_rank_that_fails_in_an_expert_or_a_router_ends_the_others_and_is_told_once(
+    capfd: pytest.CaptureFixture[str], where: str, how: str, says: str
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        quiet(strategy=FiveD(EP2, start_method="forkserver"), devices=2).fit(Striking(where, how), loader(32))
+    assert time.monotonic() - started < 30
+    assert f"rank 1 of 2 failed first: {says}" in str(caught.value)
+    assert ("in strike\n" in str(caught.value)) == (how == "raise")
+    assert "the planned failure" not in capfd.readouterr().err
+    assert ranks_left_after(6) == []
+
+
+class Steep(Routed):
+    """Token 0, which is what sequences are padded with, is so large that an expert makes infinity of it."""
+
+    def __init__(self) -> None:
+        super().__init__((4, 4), lr=0.1)
+        with torch.no_grad():
+            self.embed.weight[0] = 1e25
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+class WithoutZero(Rows):
+    """No token is 0."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: ids.clamp(min=1) for name, ids in super().__getitem__(index).items()}
+
+
+def _without_zero() -> Dealt:
+    return Dealt(WithoutZero(12, TOKENS), 4)
+
+
+def _steep(rank: int) -> Any:
+    return fit(rank, Steep, _without_zero, partial(FiveD, EP4, ContextParallel(2)), devices=4)
+
+
+def test_56_padding_reaches_no_expert_and_no_gradient(ranks: RankPool) -> None:
+    found = ranks(4, _steep, **SEPARATE)
+    expected = fit(0, Steep, _without_zero, None)
+    assert all(gradient.isfinite().all() for step in found[0]["gradients"] for gradient in step.values())
+    differences = apart(found, expected, 1e-6)
+    assert max(differences.values()) < 1e-5, differences
