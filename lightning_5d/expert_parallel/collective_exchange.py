@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +12,44 @@ from typing_extensions import override
 
 from lightning_5d.expert_parallel.exchange import Routes, TokenExchange, check_divides, check_same
 from lightning_5d.tensor_parallel.axis import Arriving
+
+
+class CollectiveRoutes(Routes):
+    """Routes whose numbers are on their way.
+
+    Args:
+        work: What brings them.
+        sent: Rows for each expert of each rank, the bytes of a row, and the layer.
+        received: What the others have said.
+        check: Looks at bytes and layers, by rank.
+    """
+
+    def __init__(
+        self,
+        work: dist.Work | None,
+        sent: Tensor,
+        received: Tensor,
+        check: Callable[[Sequence[int], Sequence[int]], None],
+    ) -> None:
+        self._work, self._pair, self._check = work, (sent, received), check
+
+    @property
+    @override
+    def sent_RM(self) -> Tensor:
+        return self._numbers[0]
+
+    @property
+    @override
+    def received_RM(self) -> Tensor:
+        return self._numbers[1]
+
+    @cached_property
+    def _numbers(self) -> tuple[Tensor, Tensor]:
+        if self._work is not None:
+            self._work.wait()
+        sent, received = torch.stack(self._pair).cpu()
+        self._check(*received[:, -2:].t().tolist())
+        return sent[:, :-2], received[:, :-2]
 
 
 class CollectiveTokenExchange(TokenExchange):
@@ -36,10 +77,8 @@ class CollectiveTokenExchange(TokenExchange):
         sent[:, :-2] = counts_E.view(self.size, -1)
         sent = sent.to(self._device)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        sent, received = torch.stack([sent, received]).cpu()
-        self.check_said(*received[:, -2:].t().tolist())
-        return Routes(sent[:, :-2], received[:, :-2])
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return CollectiveRoutes(work, sent, received, self.check_said)
 
     def _agree_on(self, experts: int) -> None:
         own = torch.tensor([experts], device=self._device)

@@ -53,15 +53,18 @@ class CountedOver(Counted):
         """Which ranks had different rows when the router ran last."""
         return self.ranks.differing if self._differing is None else self._differing
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     @override
     def real(self, rows: int) -> Tensor | None:
         self._differing = self.ranks.differing
         return self.ranks.real(rows)
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     @override
     def sum(self, x: Tensor, scope: Scope) -> Tensor:
         return self.ranks.sum(x, scope, self.differing)
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     @override
     def sum_of_holders(self, x: Tensor) -> Tensor:
         group = None if self._holders is None else self._holders()
@@ -70,10 +73,12 @@ class CountedOver(Counted):
             dist.all_reduce(x, group=group)
         return x
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     @override
     def mean(self, x: Tensor) -> Tensor:
         return self.ranks.mean(x)
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     @override
     def sum_of_microbatch(self, x: Tensor) -> Tensor:
         if not (x.requires_grad and torch.is_grad_enabled()):

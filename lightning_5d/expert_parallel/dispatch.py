@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -114,9 +115,6 @@ class Way:
         exchange: The ranks that hold them; ``None`` if this one holds all.
         kept_NK: Choices that are not left out.
         layer: The number of the layer, which is the same on all of these ranks.
-
-    Attributes:
-        counts_M: Rows that come to each of this rank's experts; on the CPU.
     """
 
     def __init__(
@@ -132,14 +130,17 @@ class Way:
         self._routes: Routes | None = None
         with hidden_operations():
             self._permutation = sort_choices(index_NK, experts, kept_NK)
-            if exchange is None:
-                self.counts_M = self._permutation.counts_E.cpu()
-            else:
+            if exchange is not None:
                 self._routes = exchange.routes(self._permutation.counts_E, self._size * hidden_ND.itemsize, layer)
-                self.counts_M = self._routes.received_M
-            self._rows = int(self.counts_M.sum())
         self._hidden: Tensor | None = hidden_ND
+        self._rows: int | None = None
         self._under_way: tuple[Tensor, _Crossing] | Tensor | None = None
+
+    @cached_property
+    def counts_M(self) -> Tensor:
+        """Rows that come to each of this rank's experts; on the CPU."""
+        with hidden_operations():
+            return self._permutation.counts_E.cpu() if self._routes is None else self._routes.received_M
 
     def start_dispatch(self) -> None:
         """Starts to send the tokens to their experts."""
@@ -150,7 +151,9 @@ class Way:
 
     def arrived(self) -> Tensor:
         """The rows for this rank's experts, (S, D), by expert."""
-        return self._wait()
+        arrived = self._wait()
+        self._rows = len(arrived)
+        return arrived
 
     def start_return(self, out_SD: Tensor) -> None:
         """Starts to send back what has become of those rows.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_5d.expert_parallel.dispatch import Capacity, kept_by_capacity, through_experts
 from lightning_5d.expert_parallel.exchange import TokenExchange
@@ -21,6 +22,17 @@ from lightning_5d.hidden_operations import hidden_operations
 from lightning_5d.replaced_forward import AroundForward
 from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.random_regions import Seeded, generators, own_seed
+
+
+# [Note: one operation]
+# The context axis follows in the first step along which dimensions tokens lie, operation by operation. Rows of several ranks that are sorted
+# by expert are nothing that it knows, and what it made of them was wrong where there are as many features as tokens, or a multiple of them.
+# So the whole way is one operation to it, and to whoever else looks at operations, whose output lies as its input does.
+def _as_one_operation(hidden_ND: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    if has_torch_function_unary(hidden_ND):
+        out: Tensor = handle_torch_function(_as_one_operation, (hidden_ND,), hidden_ND, run)
+        return out
+    return run(hidden_ND)
 
 
 class ExpertDoor(AroundForward):
@@ -80,16 +92,17 @@ class ExpertDoor(AroundForward):
             kept_NK = real_N[:, None].expand_as(index_NK)
         axis = None if self._whole is not None else self._axis
         hidden_ND = hidden.reshape(-1, hidden.shape[-1])
-        out = through_rows(
-            hidden_ND,
-            index_NK,
-            weights_NK,
-            kept_NK,
-            self._through,
-            axis,
+        run = partial(
+            through_rows,
+            index_NK=index_NK,
+            weights_NK=weights_NK,
+            kept_NK=kept_NK,
+            experts=self._through,
+            axis=axis,
             is_cut=is_cut,
             has_parts=self._has_parts,
         )
+        out = _as_one_operation(hidden_ND, run)
         # Not a view of itself: FSDP2, whose group the experts may be, warns of views.
         return out if out.shape == hidden.shape else out.view_as(hidden)
 

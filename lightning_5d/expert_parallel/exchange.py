@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,20 @@ from lightning_5d.tensor_parallel.axis import Arriving
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Routes:
-    """How many rows go where, and come from where. R ranks, each with M experts of its own, in the order of the ranks.
-
-    Attributes:
-        sent_RM: Rows of this rank for expert m of rank r; on the CPU.
-        received_RM: Rows of rank r for expert m of this rank; on the CPU.
-    """
-
-    sent_RM: Tensor
-    received_RM: Tensor
+class Routes(ABC):
+    """How many rows go where, and come from where. R ranks, each with M experts of its own, in the order of the ranks."""
 
     @property
+    @abstractmethod
+    def sent_RM(self) -> Tensor:
+        """Rows of this rank for expert m of rank r; on the CPU."""
+
+    @property
+    @abstractmethod
+    def received_RM(self) -> Tensor:
+        """Rows of rank r for expert m of this rank; on the CPU. Waits for the other ranks where they have not said it yet."""
+
+    @cached_property
     def received_M(self) -> Tensor:
         """Rows for each expert of this rank."""
         return self.received_RM.sum(0)
@@ -59,7 +60,7 @@ class TokenExchange(ABC):
 
     @abstractmethod
     def routes(self, counts_E: Tensor, row_bytes: int, layer: int = 0) -> Routes:
-        """Tells the others how many rows go to each expert.
+        """Tells the others how many rows go to each expert: they may hear of it with the first rows only.
 
         Args:
             counts_E: This rank's rows for each of all experts, integers.
@@ -68,7 +69,7 @@ class TokenExchange(ABC):
 
         Raises:
             ValueError: If the ranks do not divide the experts.
-            RuntimeError: If another rank is at another layer, has other experts, or other rows.
+            RuntimeError: If another rank is at another layer, has other experts, or other rows; perhaps not before what it has said is needed.
         """
 
     def check_said(self, row_bytes: Sequence[int], layers: Sequence[int]) -> None:

@@ -43,14 +43,16 @@ def balance_loss(logits_LNE: Sequence[Tensor], top_k: int, mask: Tensor | None, 
     """
     first = logits_LNE[0]
     experts, rows = first.shape[-1], first.shape[0]
-    counts_E = torch.zeros(experts, device=first.device)
-    probabilities_E, tokens = torch.zeros_like(counts_E), torch.zeros(1, device=first.device)
-    counts_N = _counts(rows, mask, counted.real(rows), first.device)
+    # Not torch's default dtype, which is another one in double and in true half precision.
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    counts_E = torch.zeros(experts, dtype=dtype, device=first.device)
+    probabilities_E, tokens = torch.zeros_like(counts_E), counts_E.new_zeros(1)
+    counts_N = _counts(rows, mask, counted.real(rows), counts_E)
     for logits_NE in logits_LNE:
         probability_NE = torch.softmax(logits_NE.to(first.device), dim=-1)
         chosen_NK = torch.topk(probability_NE.detach(), top_k, dim=-1).indices
         counts_E.scatter_add_(0, chosen_NK.flatten(), counts_N.repeat_interleave(top_k))
-        probabilities_E = probabilities_E + counts_N @ probability_NE.float()
+        probabilities_E = probabilities_E + counts_N @ probability_NE.to(dtype)
         tokens = tokens + counts_N.sum()
     total = counted.sum(torch.cat([counts_E, tokens]), "global")
     mine = counted.sum(tokens, "microbatch")
@@ -60,9 +62,9 @@ def balance_loss(logits_LNE: Sequence[Tensor], top_k: int, mask: Tensor | None, 
     return experts * (share_E * probability_E).sum()
 
 
-def _counts(rows: int, mask: Tensor | None, real: Tensor | None, device: torch.device) -> Tensor:
-    counts_N = torch.ones(rows, device=device) if mask is None else mask.reshape(-1).to(device, torch.float32)
-    return counts_N if real is None else counts_N * real.to(device, torch.float32)
+def _counts(rows: int, mask: Tensor | None, real: Tensor | None, like: Tensor) -> Tensor:
+    counts_N = like.new_ones(rows) if mask is None else mask.reshape(-1).to(like)
+    return counts_N if real is None else counts_N * real.to(like)
 
 
 # [Note: the name in the module of a model]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,7 +27,7 @@ from lightning_5d.expert_parallel.report import ExpertPlaces, describe_experts
 from lightning_5d.expert_parallel.router_losses import RouterLosses
 from lightning_5d.expert_parallel.row_ranks import RowRanks
 from lightning_5d.expert_parallel.survey import found_experts
-from lightning_5d.mesh import ExpertView, ParallelMesh
+from lightning_5d.mesh import GRADIENT_AXES, ExpertView, ParallelMesh
 from lightning_5d.parallelism import Parallelized, Part, Problem, StoredForm
 from lightning_5d.tensor_parallel.axis import TensorAxis, open_axis
 from lightning_5d.tensor_parallel.sharded import ShardedLayers
@@ -76,6 +77,11 @@ class SpreadExperts(Parallelized):
         for router in counting_modules(self._module):
             router.counted = CountedOver(self._ranks, partial(self._holders, router, axes))
         self._losses = RouterLosses(self._module, CountedOver(self._ranks))
+        if self._losses.unknown and self._mesh.size(*GRADIENT_AXES) > 1:
+            rank_zero_warn(
+                f"{', '.join(self._losses.unknown)}: the balance loss is computed by a formula of the model's own, and so of each rank's tokens alone. It"
+                " is that of one process only where each rank's batch is a batch of that process."
+            )
         axis = self._tensor_axis(axes)
         numbers = {layer.name: number for number, layer in enumerate(self._layers)}
         for layer in self._here:

@@ -277,7 +277,9 @@ def test_16_17_ranks_and_microbatches_with_few_tokens_or_none_weigh_as_much_and_
     found = ranks(4, _weighted, **SEPARATE)
     expected = fit(0, mixture(), _sparse, None)
     for name in WEIGHTED:
-        each = [{**of_rank[name], "losses": expected["losses"]} for of_rank in found]  # a rank's own are means of its tokens
+        each = [
+            {**of_rank[name], "losses": expected["losses"]} for of_rank in found
+        ]  # a rank's own are means of its tokens
         differences = apart(each, expected, 1e-6)
         assert max(differences.values()) < 1e-5, (name, differences)
 
@@ -329,7 +331,9 @@ def _grouped_model(seed: int = 0) -> LanguageModel:
 
 
 def _run(strategy: Any, path: Path | None, save: Path | None) -> dict[str, Any]:
-    trainer = quiet(strategy=strategy, max_epochs=1 if save else 2, use_distributed_sampler=False, devices=_world(strategy))
+    trainer = quiet(
+        strategy=strategy, max_epochs=1 if save else 2, use_distributed_sampler=False, devices=_world(strategy)
+    )
     module = _grouped_model(seed=0 if path is None else 5)
     trainer.fit(module, datamodule=_dealt(16, 8), ckpt_path=path)
     if save:
