@@ -83,6 +83,10 @@ class ExpertDoor(AroundForward):
         if self._load.counting and self._ranks.is_first:
             self._load.add_choices(index_NK, real_N, kept_NK)
         if self._exchange is None and not self._has_parts and kept_NK is None:
+            if real_N is not None:
+                # Padding may hold anything, and zero times that is a gradient of weights; here it is tokens of zeros.
+                hidden, weights = (torch.where(real_N.view(*x.shape[:-1], 1), x, 0) for x in (hidden, weights))
+                args, kwargs = (hidden, index, weights), {}
             with self._own_numbers(hidden.device):
                 out: Tensor = self.run(*args, **kwargs)
             return out
