@@ -45,6 +45,7 @@ def _alone(rank: int, left_out: int) -> None:
         (0, r"Rank \d of the expert group is at layers.\d.experts where rank \d is at layers.\d.experts"),
         (1, r"(?s)waits where others do not come.*rank 0: train.*routed.py"),
     ],
+    ids=["the first layer", "the last layer"],
 )
 def test_74_a_layer_that_one_rank_leaves_out_is_an_error_and_no_wait(ranks: RankPool, left_out: int, says: str) -> None:
     ends_at_once(ranks, 2, says, _alone, left_out)
@@ -103,9 +104,11 @@ class Striking(Routed):
             getattr(self.layers[1], self.where).how = self.how
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "how", "says"),
     [("experts", "raise", "it raised ValueError: the planned failure"), ("gate", "kill", "it was killed by SIGKILL")],
+    ids=["expert", "router"],
 )
 def test_88_a_rank_that_fails_in_an_expert_or_a_router_ends_the_others_and_is_told_once(
     capfd: pytest.CaptureFixture[str], where: str, how: str, says: str

@@ -322,10 +322,10 @@ def _grouped_model(seed: int = 0) -> LanguageModel:
     return module
 
 
-def _run(strategy: Any, path: Path | None, save: Path | None) -> dict[str, Any]:
-    trainer = quiet(
-        strategy=strategy, max_epochs=1 if save else 2, use_distributed_sampler=False, devices=_world(strategy)
-    )
+def _run(strategy: Any, path: Path | None, save: Path | None, **flags: Any) -> dict[str, Any]:
+    devices = 4 if isinstance(strategy, FiveD) else 1
+    epochs = 1 if save else 2
+    trainer = quiet(strategy=strategy, max_epochs=epochs, use_distributed_sampler=False, devices=devices, **flags)
     module = _grouped_model(seed=0 if path is None else 5)
     trainer.fit(module, datamodule=dealt(16, 8), ckpt_path=path)
     if save:
@@ -341,13 +341,17 @@ def _run(strategy: Any, path: Path | None, save: Path | None) -> dict[str, Any]:
     return found
 
 
-def _world(strategy: Any) -> int:
-    return 4 if isinstance(strategy, FiveD) else 1
+def _scaled(name: str, path: Path | None, save: Path | None) -> tuple[float, int]:
+    precision = FiveDPrecision("16-mixed", loss_scaling=LossScaling(1024.0, growth_interval=4))
+    _run(FiveD(*RESUMED[name]), path, save, plugins=precision)
+    scaler: Any = precision.scaler
+    return scaler.scale, scaler.growth_tracker
 
 
-def _saved(rank: int, folder: str) -> None:
+def _saved(rank: int, folder: str) -> Any:
     for name in RESUMED:
         _run(FiveD(*RESUMED[name]), None, Path(folder) / f"{name}.ckpt")
+    return _scaled("ep=2", None, Path(folder) / "scaled.ckpt")
 
 
 def _resumed(rank: int, folder: str) -> dict[str, Any]:
@@ -356,19 +360,21 @@ def _resumed(rank: int, folder: str) -> dict[str, Any]:
     for number, name in enumerate(names):  # around the ring: each goes on with what another one has saved
         found[name] = _run(FiveD(*RESUMED[name]), Path(folder) / f"{names[number - 1]}.ckpt", None)
     found["from one process"] = _run(FiveD(*RESUMED["ep=2"]), Path(folder) / "alone.ckpt", None)
+    found["scaled"] = _scaled("ep=4, ZeRO 3", Path(folder) / "scaled.ckpt", None)
     return found
 
 
-def test_65_68_70_73_a_run_resumes_under_any_other_layout_of_experts_with_all_its_state(
+def test_10_65_68_70_73_a_run_resumes_under_any_other_layout_of_experts_with_all_its_state(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     _run("auto", None, tmp_path / "alone.ckpt")
-    ranks(4, _saved, str(tmp_path), **SEPARATE)
+    assert ranks(4, _saved, str(tmp_path), **SEPARATE) == [(1024.0, 2)] * 4
     expected = _run("auto", tmp_path / "alone.ckpt", None)
     start = _grouped_model()
     frozen = "decoder.layers.1.mlp.experts.down_proj"
     assert len(expected["state"]) == len([p for p in start.parameters() if p.requires_grad])
     found = ranks(4, _resumed, str(tmp_path), **SEPARATE)
+    assert [each.pop("scaled") for each in found] == [(2048.0, 0)] * 4
     found[0]["alone"] = _run("auto", tmp_path / "tp=2, ep=4.ckpt", None)
     for name, run in found[0].items():
         assert run["lr"] == expected["lr"] == pytest.approx([0.005, 0.0025, 0.0025]), name
