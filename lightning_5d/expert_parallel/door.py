@@ -81,6 +81,8 @@ class ExpertDoor(AroundForward):
         if self._exchange is None and not self._has_parts and self._capacity is None:
             self._look(*given)
             device = given[0].device if isinstance(given[0], Tensor) else torch.device("cpu")
+            if (blanked := self._without_padding(*given)) is not None:
+                args, kwargs = blanked, {}
             with self._own_numbers(device):
                 out: Tensor = self.run(*args, **kwargs)
             return out
@@ -119,6 +121,21 @@ class ExpertDoor(AroundForward):
         if isinstance(hidden, Tensor) and isinstance(index, Tensor) and _are_choices(hidden, index):
             index_NK = _by_row(hidden, index)
             self._load.add_choices(index_NK, self._ranks.real(len(index_NK)))
+
+    def _without_padding(self, hidden: Any, index: Any, weights: Any) -> tuple[Tensor, Any, Tensor] | None:
+        """What experts that compute by themselves get, with tokens of zeros for padding; ``None`` where there is none.
+
+        Padding may hold anything, and zero times that is a gradient of weights.
+        """
+        if not all(isinstance(x, Tensor) for x in (hidden, index, weights)) or not _are_choices(hidden, index):
+            return None
+        real_N = self._ranks.real(math.prod(hidden.shape[:-1]))
+        if real_N is None or weights.numel() != index.numel():
+            return None
+        blank = [
+            torch.where(real_N.view(*x.shape[:-1], 1), x, 0) for x in (hidden, weights.view(*hidden.shape[:-1], -1))
+        ]
+        return blank[0], index, blank[1].view_as(weights)
 
     def _choices(self, hidden: Any, index: Any, weights: Any) -> tuple[Tensor, Tensor]:
         """The experts of each row and their weights, both (N, K); a router of one expert per token may leave K out.
