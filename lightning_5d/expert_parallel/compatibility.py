@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
+from lightning_5d.data_parallel.compatibility import hooked_parameters
 from lightning_5d.expert_parallel.found import FoundExperts
 from lightning_5d.parallelism import Problem
 
@@ -38,6 +40,22 @@ def module_problems(module: nn.Module, found: Sequence[FoundExperts], plugin: Ex
             problems.append(Problem(what, f"At most {each.count} work."))
         if plugin.tensor > 1:
             problems += _part_problems(each, plugin.tensor)
+    if plugin.size > 1 or plugin.tensor > 1:
+        problems += _replaced_problems(module, found, asked)
+    return problems
+
+
+def _replaced_problems(module: nn.Module, found: Sequence[FoundExperts], asked: str) -> list[Problem]:
+    """What holds on to the weights in whose place each rank's experts come."""
+    problems = []
+    hooked = [f"{each.name}.{name}" for each in found for name in hooked_parameters(each.module)]
+    if hooked:
+        what = f"{asked} puts each rank's experts in the place of these weights, whose hooks would be lost: {', '.join(hooked)}."
+        problems.append(Problem(what, "Change gradients in `on_before_optimizer_step`."))
+    for callback in getattr(getattr(module, "_trainer", None), "callbacks", ()):
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            what = f"{type(callback).__name__} averages whole weights, and with {asked} a rank has a part of the experts."
+            problems.append(Problem(what, "Average the weights of saved checkpoints."))
     return problems
 
 
