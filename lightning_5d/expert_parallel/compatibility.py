@@ -54,7 +54,9 @@ def _replaced_problems(module: nn.Module, found: Sequence[FoundExperts], asked: 
         problems.append(Problem(what, "Change gradients in `on_before_optimizer_step`."))
     for callback in getattr(getattr(module, "_trainer", None), "callbacks", ()):
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            what = f"{type(callback).__name__} averages whole weights, and with {asked} a rank has a part of the experts."
+            what = (
+                f"{type(callback).__name__} averages whole weights, and with {asked} a rank has a part of the experts."
+            )
             problems.append(Problem(what, "Average the weights of saved checkpoints."))
     return problems
 
