@@ -59,12 +59,32 @@ def check_returned(output: Any, rank: int, world_size: int) -> None:
         )
 
 
-def zero_like_loss(loss: Tensor) -> Tensor:
+def zero_like_loss(loss: Tensor, owed: Sequence[Tensor] = ()) -> Tensor:
     """A zero with a graph of its own: stands for the loss of a microbatch of weight zero.
 
     The user's loss is usually 0/0 there, and no factor makes a gradient of NaN vanish, so its graph is not used at all.
+
+    Args:
+        loss: That loss.
+        owed: Where backward starts nevertheless, with zeros.
     """
+    if owed:
+        zero: Tensor = _Zero.apply(loss.detach(), *owed)  # type: ignore[no-untyped-call]
+        return zero
     return torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True) * 1
+
+
+class _Zero(torch.autograd.Function):
+    """Zero, whatever the tensors are; their gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms)
 
 
 class LossWindow:

@@ -206,6 +206,13 @@ class Parallelized:
         """Runs one call of a user's step function; an axis that has to do something around it overrides this."""
         return step(*args, **kwargs)
 
+    def owed(self) -> Sequence[Tensor]:
+        """Where backward has to start, with zeros, in a microbatch of weight zero, whose loss is not used; asked at the end of a user's step.
+
+        There is something if other ranks, whose microbatches count, wait for this one inside of modules.
+        """
+        return ()
+
     # [Note: schedules]
     # An axis that runs a step as a schedule of microbatches, forwards and backwards of several of them in any order, does so
     # inside `scheduled` of all other axes. There the hooks around single steps and backwards (`begin_microbatch`,

@@ -98,7 +98,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
                 check_returned(output, self.global_rank, self.world_size)
             self._weight = weight_of(output)
             if self._weight == 0.0:
-                output = {**output, "loss": zero_like_loss(output["loss"])}
+                owed = [start for applied in self.parallelized for start in applied.owed()]
+                output = {**output, "loss": zero_like_loss(output["loss"], owed)}
             return output
 
         output = self._run(step, self.precision_plugin.train_step_context(), args, kwargs, backward=True)

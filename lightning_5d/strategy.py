@@ -117,8 +117,7 @@ class FiveD(ParallelSteps):
             plugins = (*plugins, ZeRO(stage=0))
         self.plugins: tuple[Parallelism, ...] = tuple(sorted(plugins, key=lambda plugin: plugin.order))
         # Not asked for, so nobody is told of it: what experts of several ranks have in common is needed wherever they are.
-        unasked = () if any(plugin.axis == ExpertParallel.axis for plugin in plugins) else (ExpertParallel(1),)
-        self._all_plugins = tuple(sorted((*self.plugins, *unasked), key=lambda plugin: plugin.order))
+        self._unasked = () if any(plugin.axis == ExpertParallel.axis for plugin in plugins) else (ExpertParallel(1),)
         self.num_nodes = 1
         self._timeout = _DEFAULT_TIMEOUT if seconds is None else timedelta(seconds=seconds)
         self._process_group_backend = process_group_backend
@@ -128,6 +127,7 @@ class FiveD(ParallelSteps):
         self._mesh: ParallelMesh | None = None
         self._setup_module: nn.Module | None = None
         self._summaries: WholeSummaries | None = None
+        self._asked: list[Parallelized] = []
 
     # Configuration: before processes exist
 
@@ -357,8 +357,13 @@ class FiveD(ParallelSteps):
             WholeSummaries(module, _callbacks(module.trainer)) if self.mesh.replica_group is not None else None
         )
         precision.cast_activations(module, [module.get_submodule(name) for name in plan.block_names(module)])
-        plugins = [plugin.surveyed(module, plan) for plugin in self._all_plugins]
+        unasked = [plugin.surveyed(module, plan) for plugin in self._unasked if plugin.has_work(module)]
+        plugins = [*(plugin.surveyed(module, plan) for plugin in self.plugins), *unasked]
+        plugins.sort(key=lambda plugin: plugin.order)
         self.parallelized = [plugin.parallelize(module, plan, self.mesh, precision.dtypes) for plugin in plugins]
+        self._asked = [
+            at_work for plugin, at_work in zip(plugins, self.parallelized, strict=True) if plugin not in unasked
+        ]
         for applied in reversed(self.parallelized):
             applied.all_at_work(self.parallelized)
         if meta_tensors(module):
@@ -392,10 +397,8 @@ class FiveD(ParallelSteps):
         that their places say so. No communication: each rank may call it by itself, and describes itself.
         """
         lines = [f"Mesh: {self._mesh.describe() if self._mesh is not None else 'none yet, processes have not started'}"]
-        applied: Sequence[Parallelized | None] = self.parallelized or [None] * len(self._all_plugins)
-        for plugin, at_work in zip(self._all_plugins, applied, strict=True):
-            if plugin not in self.plugins:
-                continue
+        applied: Sequence[Parallelized | None] = self._asked or [None] * len(self.plugins)
+        for plugin, at_work in zip(self.plugins, applied, strict=True):
             lines += ["", f"{plugin.axis}: {plugin.short()}"]
             if at_work is None:
                 lines[-1] += ", not at work yet"

@@ -8,7 +8,6 @@ recomputes a block restores the shared stream first, as for a block in one proce
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from lightning_5d.context_parallel.inside import Inside
 from lightning_5d.context_parallel.step_sequence import StepSequence
-from lightning_5d.tensor_parallel.random_regions import generators, own_seed
+from lightning_5d.tensor_parallel.random_regions import Seeded, generators, own_seed
 
 DROPOUT = (
     F.dropout,
@@ -98,7 +97,7 @@ class RandomParts:
         used = tuple(generators(device)) if given is None else (given,)
         number = int(torch.empty((), dtype=torch.int64, device=used[0].device).random_(generator=used[0]).item())
         # Of the two streams of a device and of the CPU, only the one that is drawn from has to be set.
-        with _Seeded(used[-1:], own_seed(number, sequence.rank)):
+        with Seeded(used[-1:], own_seed(number, sequence.rank)):
             return func(*args, **kwargs)
 
     def _lengths(self, sequence: StepSequence) -> frozenset[int]:
@@ -122,16 +121,6 @@ def is_of_tokens(shape: tuple[int, ...], lengths: Iterable[int], rows: int) -> b
     # Rows of another number than there are sequences are tokens of all of them, or those that were picked for something. Of these each
     # rank has as many as it has, and the shared stream has to go on alike.
     return len(shape) == 2 and shape[0] != rows
-
-
-class _Seeded(ExitStack):
-    """A context in which generators draw from a seed; afterwards they go on as if nothing had been drawn."""
-
-    def __init__(self, used: Iterable[torch.Generator], seed: int) -> None:
-        super().__init__()
-        for generator in used:
-            self.callback(generator.set_state, generator.get_state())
-            generator.manual_seed(seed)
 
 
 def is_active(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

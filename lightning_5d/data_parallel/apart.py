@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from lightning_5d.data_parallel.peers import Spread
 from lightning_5d.mesh import ExpertView
 
 
@@ -52,3 +53,17 @@ def modules_apart(root: nn.Module, views: Sequence[ExpertView]) -> dict[nn.Modul
             holders[parameter] = name
         found[module] = view
     return found
+
+
+def evenly(spread: Spread) -> Callable[[nn.Parameter], Shard]:
+    """Along which dimension a weight apart is sharded: the first one, of those that the ranks divide, else the very first.
+
+    Such weights may have fewer rows on a rank than ranks share them, like one expert on each; then some would have all, and others nothing.
+    """
+    ranks = 1 if spread.shard is None else spread.shard.size()
+
+    def dimension(parameter: nn.Parameter) -> Shard:
+        shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+        return Shard(next((dim for dim, size in enumerate(shape) if size and size % ranks == 0), 0))
+
+    return dimension

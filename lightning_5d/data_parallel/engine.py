@@ -172,6 +172,8 @@ class ShardedEngine(Engine):
         for state, peers in states:
             groups = adopt(state, peers, exchange)
             self.groups += groups
+            if state is self._root and exchange is not None:
+                exchange.of_root = len(exchange.groups)
             known = next((mine for each, mine in self._groups_of if each is peers), None)
             if known is None:
                 self._groups_of.append((peers, groups))

@@ -105,6 +105,7 @@ class Exchange:
         keep_unsharded: Stages 0 to 2: all groups are gathered before the forward, in one go, and stay whole.
         reuse: What was gathered last is still good if the shards have not been written to.
         whole: Every rank holds everything, for as long as the caller says; nothing is sent.
+        of_root: How many of the groups, the first ones, are the root's.
     """
 
     peers: Sequence[Peers]
@@ -113,6 +114,7 @@ class Exchange:
     keep_unsharded: bool = False
     reuse: bool = False
     whole: bool = False
+    of_root: int = 0
     groups: list[Gathered] = field(default_factory=list)
     _forward: Walk | None = None
     _backward: Walk | None = None
@@ -145,7 +147,7 @@ class Exchange:
         """The same where a backward comes to ``group``, perhaps its first."""
         if self._backward is None:
             if self._walks:
-                self._backward = Walk(self.groups[:0:-1], 1, whole_too=True)
+                self._backward = self._back_to_front()
             elif self.keep_unsharded:
                 # Whole unless an optimizer stepped in between, and then on all ranks: all at once, as in forward.
                 self._backward = Walk(self.groups[::-1], len(self.groups), whole_too=False)
@@ -161,8 +163,11 @@ class Exchange:
     def settle(self) -> None:
         """Walks the backward that this rank did not have after its last forward: others may have had it."""
         if self._owed and self._walks:
-            self._backward = Walk(self.groups[:0:-1], 1, whole_too=True)
+            self._backward = self._back_to_front()
             self.finish_backward()
             for group in self.groups:
                 group.forget_uses()
         self._owed = False
+
+    def _back_to_front(self) -> Walk:
+        return Walk(self.groups[self.of_root :][::-1], 1, whole_too=True)

@@ -9,6 +9,9 @@ the end of the buffer object under those tensors. So neither side needs to alloc
 Signals travel over Unix sockets, not as flags in memory: a peer that dies closes its sockets, which ends any wait at
 once, a wait costs no processor time, and the kernel orders memory on every processor. Blocks are memory files without
 a name, passed over those sockets: nothing to clean up after a crash, and no size limit of a mounted /dev/shm.
+
+Each packet may wake its reader, which costs more than all that is in it: so what waits to be said goes in one. What nobody waits for, that a
+block is done, and numbers that are of no use before what comes with them, can be left for the next packet.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Self
+from itertools import islice
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,9 +36,12 @@ from typing_extensions import override
 
 from lightning_5d.data_parallel.buffers import Buffer, in_pages
 
-_READY, _DONE, _BLOCK = range(3)
+_T = TypeVar("_T")
+
+_READY, _DONE, _BLOCK, _SAID = range(4)
 # kind, tag, sequence number within the tag, block number, bytes
 _MESSAGE = struct.Struct("<BxxxIQQQ")
+_PACKET = 1 << 16
 _HANDSHAKE_S = 20.0
 _RETRY_S = 0.001
 # A block serves exchanges down to this part of its size.
@@ -105,6 +112,7 @@ class Peer:
         self.rank, self.connection = rank, connection
         self.blocks: dict[int, Buffer] = {}
         self.ready: dict[tuple[int, int], tuple[int, int]] = {}
+        self.said: dict[tuple[int, int], bytes] = {}
         self.unsent: deque[tuple[bytes, int | None]] = deque()
         self.gone = False
 
@@ -257,10 +265,34 @@ class HostMemory:
         block, nbytes = self.await_ready(peer, tag, number)
         return peer.blocks[block].lend()[:nbytes]
 
-    def done(self, peer: Peer, number: int) -> None:
-        """Tells a peer that its block has been read."""
+    def done(self, peer: Peer, number: int, *, at_once: bool = True) -> None:
+        """Tells a peer that its block has been read; at once, or with the next packet that it gets."""
         peer.unsent.append((_MESSAGE.pack(_DONE, 0, 0, number, 0), None))
-        self._flush(peer)
+        if at_once:
+            self._flush(peer)
+
+    def say(self, data: bytes, tag: int, number: int, audience: tuple[Peer, ...]) -> None:
+        """Tells peers a few bytes, as message ``number`` of ``tag``, with the next packet that each of them gets; `settle` makes sure of it.
+
+        Raises:
+            ValueError: If they do not fit into a packet.
+        """
+        if len(data) > _PACKET - _MESSAGE.size:
+            raise ValueError(f"{len(data)} bytes do not fit into a packet of {_PACKET}.")
+        message = _MESSAGE.pack(_SAID, tag, number, 0, len(data)) + data
+        for peer in audience:
+            peer.unsent.append((message, None))
+
+    def tell(self, peers: Iterable[Peer]) -> None:
+        """Says at once what waits to be said."""
+        waiting = [peer for peer in peers if peer.unsent]
+        for peer in waiting:
+            self._flush(peer)
+        self.settle(waiting)
+
+    def await_said(self, peer: Peer, tag: int, number: int) -> bytes:
+        """Blocks until ``peer`` has said message ``number`` of ``tag``; returns it."""
+        return self._await(peer, peer.said, tag, number)
 
     def memory(self) -> list[torch.Tensor]:
         """The memory that this rank keeps for reuse, lent or not."""
@@ -316,13 +348,20 @@ class HostMemory:
         """Says what there is to say, as far as the peer's inbox has room."""
         try:
             while peer.unsent and not peer.gone:
-                message, fd = peer.unsent[0]
+                count, size, fd = 1, len(peer.unsent[0][0]), peer.unsent[0][1]
+                for message, other in islice(peer.unsent, 1, None):
+                    size += len(message)
+                    if other is not None or size > _PACKET:
+                        break
+                    count += 1
+                packet = b"".join(message for message, _ in islice(peer.unsent, count))
                 if fd is None:
-                    peer.connection.send(message)
+                    peer.connection.send(packet)
                 else:
-                    socket.send_fds(peer.connection, [message], [fd])
+                    socket.send_fds(peer.connection, [packet], [fd])
                     os.close(fd)
-                peer.unsent.popleft()
+                for _ in range(count):
+                    peer.unsent.popleft()
         except BlockingIOError:
             return
         except (BrokenPipeError, ConnectionResetError):
@@ -334,8 +373,13 @@ class HostMemory:
 
     def await_ready(self, peer: Peer, tag: int, number: int) -> tuple[int, int]:
         """Blocks until ``peer`` has published exchange ``number`` of ``tag``; returns its block and the bytes in it."""
+        return self._await(peer, peer.ready, tag, number)
+
+    def _await(self, peer: Peer, arrived: dict[tuple[int, int], _T], tag: int, number: int) -> _T:
+        if (found := arrived.pop((tag, number), None)) is not None:
+            return found
         give_up = time.monotonic() + self._timeout_s
-        while (found := peer.ready.pop((tag, number), None)) is None:
+        while (found := arrived.pop((tag, number), None)) is None:
             if peer.gone:
                 raise RuntimeError(
                     f"Rank {peer.rank} of the {self._group_name} is gone: it ended, or closed its connections, while rank "
@@ -362,7 +406,7 @@ class HostMemory:
     def _take_in(self, peer: Peer) -> None:
         while not peer.gone:
             try:
-                data, fds, _, _ = socket.recv_fds(peer.connection, _MESSAGE.size, 1)
+                data, fds, _, _ = socket.recv_fds(peer.connection, _PACKET, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -370,14 +414,20 @@ class HostMemory:
             if not data:
                 self._lose(peer)
                 return
-            kind, tag, number, block, nbytes = _MESSAGE.unpack(data)
-            if kind == _READY:
-                peer.ready[tag, number] = (block, nbytes)
-            elif kind == _DONE:
-                self.blocks[block].readers -= 1
-            else:
-                peer.blocks[block] = _Borrowed(mmap.mmap(fds[0], nbytes), block, peer)
-                os.close(fds[0])
+            start = 0
+            while start < len(data):
+                kind, tag, number, block, nbytes = _MESSAGE.unpack_from(data, start)
+                start += _MESSAGE.size
+                if kind == _READY:
+                    peer.ready[tag, number] = (block, nbytes)
+                elif kind == _DONE:
+                    self.blocks[block].readers -= 1
+                elif kind == _SAID:
+                    peer.said[tag, number] = data[start : start + nbytes]
+                    start += nbytes
+                else:
+                    peer.blocks[block] = _Borrowed(mmap.mmap(fds[0], nbytes), block, peer)
+                    os.close(fds[0])
 
     def _lose(self, peer: Peer) -> None:
         peer.gone = True

@@ -44,11 +44,23 @@ class Layout:
         ]
 
 
-def cut_among_ranks(grads: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Fills each rank's target with its rows of every gradient, one gradient after the other, padded with zeros."""
+def cut_among_ranks(
+    grads: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], dims: Sequence[int] | None = None
+) -> None:
+    """Fills each rank's target with its rows of every gradient, one gradient after the other, padded with zeros.
+
+    Args:
+        grads: The gradients, whole.
+        targets: One flat tensor for each rank.
+        dims: The dimension along which each gradient is cut, which ranks divide if it is not the first; the first by default.
+    """
     ranks = len(targets)
     pieces: list[list[torch.Tensor]] = [[] for _ in targets]
-    for grad in grads:
+    for grad, dim in zip(grads, dims or [0] * len(grads), strict=True):
+        if dim:
+            for piece, part in zip(pieces, grad.chunk(ranks, dim), strict=True):
+                piece.append(part.reshape(-1))
+            continue
         rows = -(-grad.shape[0] // ranks)
         if grad.shape[0] == rows * ranks:
             for piece, part in zip(pieces, grad.reshape(ranks, -1).unbind(), strict=True):

@@ -16,9 +16,17 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_5d.data_parallel.changes import copy_changes
 
 
+def places_of_shards(param: FSDPParam, ranks: int) -> Sequence[torch.Tensor]:
+    """Where the shard of each rank goes in the memory of the full parameter; flat where it is one piece."""
+    whole, dim = param.all_gather_outputs[0], param.fsdp_placement.dim
+    return whole.view(ranks, -1).unbind() if dim == 0 else whole.view(param._orig_size).chunk(ranks, dim)
+
+
 def move_into(param: FSDPParam, target: torch.Tensor) -> None:
     """Makes a shard a part of the full parameter, which stays in memory anyway: one copy less to hold and to make."""
     local, data = param.sharded_param._local_tensor, param._sharded_param_data  # type: ignore[attr-defined]
+    if param.fsdp_placement.dim != 0:  # it is not one piece there
+        return
     if data.dtype != target.dtype or data.device != target.device or not local.is_contiguous() or not local.numel():
         return
     if local.untyped_storage().data_ptr() != data.untyped_storage().data_ptr():
@@ -174,8 +182,9 @@ def keep_writes(param: FSDPParam, version: int, compare: bool) -> None:
     if shard.numel() and (written or compare):
         mesh = param.mesh_info
         sharded = isinstance(mesh, FSDPMeshInfo)  # and not replicated, as at stage 0 in mixed precision
-        start = mesh.shard_mesh_rank * -(-full.shape[0] // mesh.shard_mesh_size) if sharded else 0
-        mine = full.detach()[start : start + shard.shape[0]]
+        dim = param.fsdp_placement.dim
+        start = mesh.shard_mesh_rank * -(-full.shape[dim] // mesh.shard_mesh_size) if sharded else 0
+        mine = full.detach().narrow(dim, start, shard.shape[dim])
         if mine.data_ptr() != shard.data_ptr():  # else it is a part of the full parameter
             copy_changes(mine, shard)
     if moved:

@@ -31,6 +31,7 @@ from lightning_5d.data_parallel.param import (
     keep_writes,
     lend,
     move_into,
+    places_of_shards,
     resume_gradient,
     show_plain,
     suspend_gradient,
@@ -263,7 +264,8 @@ class ExchangingParamGroup(RecordingParamGroup):
             with torch.autograd._unsafe_preserve_version_counter(wholes):
                 for targets, part in zip(self._targets, parts, strict=True):
                     if not (in_place and targets is own):
-                        torch._foreach_copy_(targets, layout.views(part))
+                        pairs = zip(layout.views(part), targets, strict=True)
+                        torch._foreach_copy_(targets, [flat.view(target.shape) for flat, target in pairs])
             self._drop_arrival()
             for param in self.fsdp_params:
                 param.init_unsharded_param()  # type: ignore[no-untyped-call]
@@ -276,7 +278,7 @@ class ExchangingParamGroup(RecordingParamGroup):
             numel, dtype = param._sharded_param_data.numel(), param.param_dtype or param.orig_dtype
             param.init_all_gather_outputs([numel], [dtype], ranks, self.device)
             param.alloc_all_gather_outputs()
-        wholes = [param.all_gather_outputs[0].view(ranks, -1).unbind() for param in self.fsdp_params]
+        wholes = [places_of_shards(param, ranks) for param in self.fsdp_params]
         self._targets = [list(targets) for targets in zip(*wholes, strict=True)]
         if self.exchange.keep_unsharded:
             for param, target in zip(self.fsdp_params, self._targets[rank], strict=True):
@@ -411,7 +413,11 @@ class ExchangingParamGroup(RecordingParamGroup):
             hand_over(params, grads)
             return
         ranks = peers.shard.size if peers.shard is not None else 1
-        shard_numels = [-(-grad.shape[0] // ranks) * (grad.numel() // grad.shape[0]) for grad in grads]
+        dims = [param.fsdp_placement.dim for param in params]
+        shard_numels = [
+            -(-grad.shape[dim] // ranks) * (grad.numel() // grad.shape[dim])
+            for grad, dim in zip(grads, dims, strict=True)
+        ]
         numel = ranks * sum(shard_numels)
         own = None
         if peers.shard is not None:
@@ -426,7 +432,7 @@ class ExchangingParamGroup(RecordingParamGroup):
         else:
             buffer = torch.empty(numel, dtype=reduce_dtype)
             targets = [buffer]
-        cut_among_ranks(grads, targets)
+        cut_among_ranks(grads, targets, dims)
 
         def take_in(result: torch.Tensor) -> None:
             deliver(params, result, shard_numels)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_5d.data_parallel.apart import modules_apart
+from lightning_5d.data_parallel.apart import evenly, modules_apart
 from lightning_5d.data_parallel.blocks import Blocks, cut
 from lightning_5d.data_parallel.engine import Engine, ReplicatedEngine
 from lightning_5d.data_parallel.exchange import Exchange
@@ -98,9 +98,11 @@ def _shard_with_fsdp2(
             param.data = param.data.contiguous()
     for block in cuts.modules:
         policy = None if keeps_full_precision(block) else options.mp_policy
+        cutting = {"shard_placement_fn": evenly(apart[block])} if block in apart and options.stage != 0 else {}
         apply(
             block,
             **settings,
+            **cutting,
             mesh=apart.get(block, spread).mesh,
             mp_policy=policy or MixedPrecisionPolicy(),
             ignored_params=cuts.left_to_root | set(scalars),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +12,44 @@ from typing_extensions import override
 
 from lightning_5d.expert_parallel.exchange import Routes, TokenExchange, check_divides, check_same
 from lightning_5d.tensor_parallel.axis import Arriving
+
+
+class CollectiveRoutes(Routes):
+    """Routes whose numbers are on their way.
+
+    Args:
+        work: What brings them.
+        sent: Rows for each expert of each rank, the bytes of a row, and the layer.
+        received: What the others have said.
+        check: Looks at bytes and layers, by rank.
+    """
+
+    def __init__(
+        self,
+        work: dist.Work | None,
+        sent: Tensor,
+        received: Tensor,
+        check: Callable[[Sequence[int], Sequence[int]], None],
+    ) -> None:
+        self._work, self._pair, self._check = work, (sent, received), check
+
+    @property
+    @override
+    def sent_RM(self) -> Tensor:
+        return self._numbers[0]
+
+    @property
+    @override
+    def received_RM(self) -> Tensor:
+        return self._numbers[1]
+
+    @cached_property
+    def _numbers(self) -> tuple[Tensor, Tensor]:
+        if self._work is not None:
+            self._work.wait()
+        sent, received = torch.stack(self._pair).cpu()
+        self._check(*received[:, -2:].t().tolist())
+        return sent[:, :-2], received[:, :-2]
 
 
 class CollectiveTokenExchange(TokenExchange):
@@ -25,20 +66,19 @@ class CollectiveTokenExchange(TokenExchange):
         self._agreed: set[int] = set()
 
     @override
-    def routes(self, counts_E: Tensor, row_bytes: int) -> Routes:
+    def routes(self, counts_E: Tensor, row_bytes: int, layer: int = 0) -> Routes:
         experts = len(counts_E)
         check_divides(self.size, experts)
         if experts not in self._agreed:
             # Messages of different sizes end a process of gloo, or are not noticed; later ones have one size then.
             self._agree_on(experts)
-        sent = counts_E.new_full((self.size, experts // self.size + 1), row_bytes, dtype=torch.int64)
-        sent[:, :-1] = counts_E.view(self.size, -1)
+        sent = counts_E.new_full((self.size, experts // self.size + 2), row_bytes, dtype=torch.int64)
+        sent[:, -1] = layer
+        sent[:, :-2] = counts_E.view(self.size, -1)
         sent = sent.to(self._device)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        sent, received = torch.stack([sent, received]).cpu()
-        check_same("bytes in a row", received[:, -1].tolist(), self.rank)
-        return Routes(sent[:, :-1], received[:, :-1])
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return CollectiveRoutes(work, sent, received, self.check_said)
 
     def _agree_on(self, experts: int) -> None:
         own = torch.tensor([experts], device=self._device)

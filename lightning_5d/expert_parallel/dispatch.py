@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -68,6 +69,7 @@ def through_experts(
     compute: Callable[[Tensor, Tensor], Tensor],
     exchange: TokenExchange | None = None,
     kept_NK: Tensor | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """The weighted sum of what each token's experts make of it, as (N, D).
 
@@ -82,8 +84,9 @@ def through_experts(
         compute: ``(rows_SD, counts_M) -> (S, D)`` for the M experts of this rank, rows sorted by expert.
         exchange: The ranks that hold the experts, E / M of them in order; ``None`` if this one holds all.
         kept_NK: Choices that are not left out.
+        layer: The number of the layer, which is the same on all ranks of `exchange`.
     """
-    way = Way(hidden_ND, index_NK, experts, exchange, kept_NK)
+    way = Way(hidden_ND, index_NK, experts, exchange, kept_NK, layer)
     way.start_dispatch()
     way.start_return(compute(way.arrived(), way.counts_M))
     return way.finish(weights_NK)
@@ -111,9 +114,7 @@ class Way:
         experts: How many there are.
         exchange: The ranks that hold them; ``None`` if this one holds all.
         kept_NK: Choices that are not left out.
-
-    Attributes:
-        counts_M: Rows that come to each of this rank's experts; on the CPU.
+        layer: The number of the layer, which is the same on all of these ranks.
     """
 
     def __init__(
@@ -123,19 +124,23 @@ class Way:
         experts: int,
         exchange: TokenExchange | None = None,
         kept_NK: Tensor | None = None,
+        layer: int = 0,
     ) -> None:
         self._exchange, self._dtype, self._size = exchange, hidden_ND.dtype, hidden_ND.shape[1]
         self._routes: Routes | None = None
         with hidden_operations():
             self._permutation = sort_choices(index_NK, experts, kept_NK)
-            if exchange is None:
-                self.counts_M = self._permutation.counts_E.cpu()
-            else:
-                self._routes = exchange.routes(self._permutation.counts_E, self._size * hidden_ND.itemsize)
-                self.counts_M = self._routes.received_M
-            self._rows = int(self.counts_M.sum())
+            if exchange is not None:
+                self._routes = exchange.routes(self._permutation.counts_E, self._size * hidden_ND.itemsize, layer)
         self._hidden: Tensor | None = hidden_ND
+        self._rows: int | None = None
         self._under_way: tuple[Tensor, _Crossing] | Tensor | None = None
+
+    @cached_property
+    def counts_M(self) -> Tensor:
+        """Rows that come to each of this rank's experts; on the CPU."""
+        with hidden_operations():
+            return self._permutation.counts_E.cpu() if self._routes is None else self._routes.received_M
 
     def start_dispatch(self) -> None:
         """Starts to send the tokens to their experts."""
@@ -146,7 +151,9 @@ class Way:
 
     def arrived(self) -> Tensor:
         """The rows for this rank's experts, (S, D), by expert."""
-        return self._wait()
+        arrived = self._wait()
+        self._rows = len(arrived)
+        return arrived
 
     def start_return(self, out_SD: Tensor) -> None:
         """Starts to send back what has become of those rows.

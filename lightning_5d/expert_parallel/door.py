@@ -14,12 +14,14 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_5d.expert_parallel.dispatch import Capacity, kept_by_capacity, through_experts
 from lightning_5d.expert_parallel.exchange import TokenExchange
-from lightning_5d.expert_parallel.found import FoundExperts
+from lightning_5d.expert_parallel.found import Compute, FoundExperts
 from lightning_5d.expert_parallel.load import LayerLoad
 from lightning_5d.expert_parallel.row_ranks import RowRanks
 from lightning_5d.expert_parallel.rows import through_rows
+from lightning_5d.hidden_operations import hidden_operations
 from lightning_5d.replaced_forward import AroundForward
 from lightning_5d.tensor_parallel.axis import TensorAxis
+from lightning_5d.tensor_parallel.random_regions import Seeded, generators, own_seed
 
 
 # [Note: one operation]
@@ -46,6 +48,7 @@ class ExpertDoor(AroundForward):
         axis: The ranks of the tensor axis; ``None`` if there is one, or if it has nothing to do with experts.
         has_parts: Whether each of these has a part of every expert.
         capacity: A limit on the tokens of an expert, if there is one.
+        number: The layer's among those of the whole module.
     """
 
     def __init__(
@@ -58,11 +61,12 @@ class ExpertDoor(AroundForward):
         *,
         has_parts: bool,
         capacity: Capacity | None,
+        number: int = 0,
     ) -> None:
         super().__init__(layer.module)
         self.layer = layer
         self._ranks, self._load, self._exchange, self._axis = ranks, load, exchange, axis
-        self._has_parts, self._capacity = has_parts, capacity
+        self._has_parts, self._capacity, self._number = has_parts, capacity, number
         self._whole: Mapping[str, Tensor] | None = None
         self._names = tuple(inspect.signature(self.original).parameters)
         layer.module.__dict__["forward"] = self
@@ -79,7 +83,8 @@ class ExpertDoor(AroundForward):
         if self._load.counting and self._ranks.is_first:
             self._load.add_choices(index_NK, real_N, kept_NK)
         if self._exchange is None and not self._has_parts and kept_NK is None:
-            out: Tensor = self.run(*args, **kwargs)
+            with self._own_numbers(hidden.device):
+                out: Tensor = self.run(*args, **kwargs)
             return out
         is_cut = self._ranks.is_cut
         if real_N is not None and kept_NK is None and not (is_cut and self._has_parts):
@@ -102,11 +107,37 @@ class ExpertDoor(AroundForward):
         return out if out.shape == hidden.shape else out.view_as(hidden)
 
     def _through(self, hidden: Tensor, index: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
-        compute, exchange = partial(self.layer.compute, self.module), self._exchange
+        compute, exchange = partial(self._compute, self.layer.compute), self._exchange
         if self._whole is None:
-            return through_experts(hidden, index, weights, self.layer.count, compute, exchange, kept)
+            try:
+                return through_experts(hidden, index, weights, self.layer.count, compute, exchange, kept, self._number)
+            except RuntimeError as error:
+                error.add_note(f"It was in the experts {self.layer.name}.")
+                raise
         with self._swapped(self._whole):
             return through_experts(hidden, index, weights, self.layer.count, compute, None, kept)
+
+    def _compute(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+        with self._own_numbers(rows.device):
+            return compute(self.module, rows, counts)
+
+    # [Note: random numbers of experts]
+    # Ranks of a microbatch draw from one stream, and have different rows in their experts: as many as come. So each has a stream of its own
+    # in there, of a seed that is one number of the shared stream and the rank's place, and the shared stream goes on alike on all. What
+    # backward runs again finds the shared stream as it was, and so draws the same.
+    @contextmanager
+    def _own_numbers(self, device: torch.device) -> Iterator[None]:
+        place = None
+        if self.layer.may_draw and self.module.training:
+            place = self._ranks.place(spread=self._exchange is not None or self._has_parts)
+        if place is None:
+            yield
+            return
+        with hidden_operations():
+            # Of the CPU's generator, whatever the device is: nothing waits for it.
+            number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        with Seeded(generators(device), own_seed(number, place)):
+            yield
 
     @contextmanager
     def alone(self, whole: Mapping[str, Tensor]) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,20 @@ from lightning_5d.tensor_parallel.axis import Arriving
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Routes:
-    """How many rows go where, and come from where. R ranks, each with M experts of its own, in the order of the ranks.
-
-    Attributes:
-        sent_RM: Rows of this rank for expert m of rank r; on the CPU.
-        received_RM: Rows of rank r for expert m of this rank; on the CPU.
-    """
-
-    sent_RM: Tensor
-    received_RM: Tensor
+class Routes(ABC):
+    """How many rows go where, and come from where. R ranks, each with M experts of its own, in the order of the ranks."""
 
     @property
+    @abstractmethod
+    def sent_RM(self) -> Tensor:
+        """Rows of this rank for expert m of rank r; on the CPU."""
+
+    @property
+    @abstractmethod
+    def received_RM(self) -> Tensor:
+        """Rows of rank r for expert m of this rank; on the CPU. Waits for the other ranks where they have not said it yet."""
+
+    @cached_property
     def received_M(self) -> Tensor:
         """Rows for each expert of this rank."""
         return self.received_RM.sum(0)
@@ -47,26 +48,51 @@ class TokenExchange(ABC):
     Attributes:
         rank: This rank's place.
         size: Ranks.
+        layers: Names of the layers whose experts they are, for errors.
         traffic: What was sent, this rank's own rows included, as ``"all_to_all"``.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
+        self.layers: Sequence[str] = ()
         self.traffic = Traffic()
 
     @abstractmethod
-    def routes(self, counts_E: Tensor, row_bytes: int) -> Routes:
-        """Tells the others how many rows go to each expert.
+    def routes(self, counts_E: Tensor, row_bytes: int, layer: int = 0) -> Routes:
+        """Tells the others how many rows go to each expert: they may hear of it with the first rows only.
 
         Args:
             counts_E: This rank's rows for each of all experts, integers.
             row_bytes: The size of a row.
+            layer: Whose experts they are, as a number.
 
         Raises:
             ValueError: If the ranks do not divide the experts.
-            RuntimeError: If another rank has other experts, or other rows.
+            RuntimeError: If another rank is at another layer, has other experts, or other rows; perhaps not before what it has said is needed.
         """
+
+    def check_said(self, row_bytes: Sequence[int], layers: Sequence[int]) -> None:
+        """Checks what each rank has said of its rows.
+
+        Args:
+            row_bytes: The size of a row, by rank.
+            layers: Whose experts they are for, by rank.
+
+        Raises:
+            RuntimeError: If another rank has said something else.
+        """
+        for other, layer in enumerate(layers):
+            if layer != layers[self.rank]:
+                there, here = (self._named(number) for number in (layer, layers[self.rank]))
+                raise RuntimeError(
+                    f"Rank {other} of the expert group is at {there} where rank {self.rank} is at {here}: all of its ranks have to run the"
+                    " same layers in one order, as each has experts that tokens of the others go to."
+                )
+        check_same("bytes in a row", row_bytes, self.rank)
+
+    def _named(self, layer: int) -> str:
+        return self.layers[layer] if layer < len(self.layers) else f"layer {layer}"
 
     @abstractmethod
     def start_dispatch(self, rows_SD: Tensor, routes: Routes) -> Arriving:

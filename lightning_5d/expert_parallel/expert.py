@@ -126,14 +126,20 @@ class ExpertParallel(Parallelism):
                 problems.append(Problem(what, f"With {ranks} ranks {degrees}"))
         return problems
 
-    @override
-    def surveyed(self, module: nn.Module, plan: ParallelPlan) -> Parallelism:
+    def has_work(self, module: nn.Module) -> bool:
+        """Whether a module has anything for it: experts, or what counts their tokens."""
         from lightning_5d.expert_parallel.counted import counting_modules
         from lightning_5d.expert_parallel.survey import found_experts
 
+        return bool(found_experts(module)) or any(True for _ in counting_modules(module))
+
+    @override
+    def surveyed(self, module: nn.Module, plan: ParallelPlan) -> Parallelism:
+        from lightning_5d.expert_parallel.survey import found_experts
+
         settings = {setting.name: getattr(self, setting.name) for setting in dataclasses.fields(self)}
-        counts = any(True for _ in counting_modules(module))
-        return _Surveyed(**settings, layers=tuple(found_experts(module)), counts=counts)
+        work = self.has_work(module)
+        return _Surveyed(**settings, layers=tuple(found_experts(module)), is_at_work=work)
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Leaves on this rank its own experts."""
@@ -145,13 +151,13 @@ class _Surveyed(ExpertParallel):
     """The plugin that has seen the whole module, before a pipeline has taken parts of it away."""
 
     layers: tuple[FoundExperts, ...] = dataclasses.field(kw_only=True)
-    counts: bool = dataclasses.field(kw_only=True)
+    is_at_work: bool = dataclasses.field(kw_only=True)
 
     @override
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         from lightning_5d.expert_parallel.spread_experts import SpreadExperts
 
-        if not self.layers and not self.counts:
+        if not self.is_at_work:
             return Parallelized()
         return SpreadExperts(module, self, mesh, self.layers)
 

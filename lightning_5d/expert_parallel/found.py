@@ -25,6 +25,7 @@ class FoundExperts:
         tensor_dims: The dimension along which each stacked parameter may be cut over ranks that add up what their parts compute; empty where
             it may not. ``gate_up_proj`` has two halves, each of which is cut.
         halves: Those parameters whose rows along that dimension are two halves, one after the other.
+        may_draw: Whether it may draw random numbers, as code of a user's own may.
     """
 
     name: str
@@ -35,3 +36,4 @@ class FoundExperts:
     compute: Compute
     tensor_dims: Mapping[str, int] = field(default_factory=dict)
     halves: frozenset[str] = frozenset()
+    may_draw: bool = False

@@ -1,14 +1,17 @@
 """Rows between CPU ranks of one host, who copy them straight from each other's memory to where they belong.
 
 A rank says how many rows it has for every expert, to all: so each knows where its rows lie in the memory of the others, and copies them
-piece by piece into their final order. There is no other permutation, and nothing on the way.
+piece by piece into their final order. There is no other permutation, and nothing on the way. The numbers go along with the first rows, in one
+packet: only who needs them waits for them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -22,16 +25,87 @@ from lightning_5d.tensor_parallel.axis import Arriving
 
 _COUNTS, _ROWS = 0, 1
 
+Pieces = Sequence[tuple[int, int, int]]
+"""What a rank reads, in order: of which rank, from which row, how many."""
 
-@dataclass(frozen=True)
+
 class HostRoutes(Routes):
-    """Routes that know those of all other ranks, too.
+    """Routes that know those of all other ranks, too, once they are needed.
 
-    Attributes:
-        all_QRM: Rows of rank q for expert m of rank r.
+    Args:
+        rank: This rank.
+        ranks: How many there are.
+        own: Its rows for each expert.
+        others: Waits for those of all ranks.
     """
 
-    all_QRM: Tensor
+    def __init__(self, rank: int, ranks: int, own: list[int], others: Callable[[], list[list[int]]]) -> None:
+        self._rank, self._ranks, self._own, self._others = rank, ranks, own, others
+
+    @cached_property
+    def all_QE(self) -> list[list[int]]:
+        """Rows of rank q for each of all experts."""
+        return self._others()
+
+    @property
+    @override
+    def sent_RM(self) -> Tensor:
+        return torch.tensor(self._own).view(self._ranks, -1)
+
+    @property
+    @override
+    def received_RM(self) -> Tensor:
+        here = self._experts_of(self._rank)
+        return torch.tensor([each[here] for each in self.all_QE])
+
+    @cached_property
+    def there_R(self) -> list[int]:
+        """This rank's rows for the experts of each rank."""
+        return [sum(self._own[self._experts_of(rank)]) for rank in range(self._ranks)]
+
+    @cached_property
+    def received_R(self) -> list[int]:
+        """Rows of each rank for the experts of this one."""
+        here = self._experts_of(self._rank)
+        return [sum(each[here]) for each in self.all_QE]
+
+    @cached_property
+    def at_home_R(self) -> list[int]:
+        """Rows that each rank sends."""
+        return [sum(each) for each in self.all_QE]
+
+    @cached_property
+    def at_experts_R(self) -> list[int]:
+        """Rows that come to each rank's experts."""
+        return [sum(sum(each[self._experts_of(rank)]) for each in self.all_QE) for rank in range(self._ranks)]
+
+    @cached_property
+    def dispatched(self) -> Pieces:
+        """Where the rows for this rank's experts lie in the memory of each rank: there by expert, of all experts."""
+        starts = [list(accumulate(each, initial=0)) for each in self.all_QE]
+        here = self._experts_of(self._rank)
+        return [
+            (owner, starts[owner][expert], each[expert])
+            for expert in range(here.start, here.stop)
+            for owner, each in enumerate(self.all_QE)
+            if each[expert]
+        ]
+
+    @cached_property
+    def returned(self) -> Pieces:
+        """Where the rows of this rank lie in the memory of each rank: there by expert of that rank, and then by the rank they come from."""
+        pieces = []
+        for owner in range(self._ranks):
+            start = 0
+            for counts_Q in zip(*(each[self._experts_of(owner)] for each in self.all_QE), strict=True):
+                if own := counts_Q[self._rank]:
+                    pieces.append((owner, start + sum(counts_Q[: self._rank]), own))
+                start += sum(counts_Q)
+        return pieces
+
+    def _experts_of(self, rank: int) -> slice:
+        each = len(self._own) // self._ranks
+        return slice(rank * each, (rank + 1) * each)
 
 
 class HostTokenExchange(TokenExchange):
@@ -64,57 +138,35 @@ class HostTokenExchange(TokenExchange):
         return buffer[:numel].view(tuple(shape))
 
     @override
-    def routes(self, counts_E: Tensor, row_bytes: int) -> HostRoutes:
-        experts = len(counts_E)
-        check_divides(self.size, experts)
-        shared = self._host.allocate(experts + 1, torch.int64, self._peers)
-        shared[:-1] = counts_E
-        shared[-1] = row_bytes
+    def routes(self, counts_E: Tensor, row_bytes: int, layer: int = 0) -> HostRoutes:
+        check_divides(self.size, len(counts_E))
+        counts: list[int] = counts_E.tolist()
         number = self._number(_COUNTS)
-        self._host.publish(shared, _COUNTS, number, self._peers)
-        each = torch.empty((self.size, experts + 1), dtype=torch.int64)
-        each[self.rank] = shared
-        taken: list[tuple[Peer, int]] = []
-        sizes = [experts] * self.size
-        for peer in self._peers:
-            block, nbytes = self._host.await_ready(peer, _COUNTS, number)
-            taken.append((peer, block))
-            sizes[peer.rank] = nbytes // shared.itemsize - 1
-            if sizes[peer.rank] == experts:
-                each[peer.rank] = peer.blocks[block].view()[:nbytes].view(torch.int64)
-        for peer, block in taken:
-            self._host.done(peer, block)
-        check_same("experts", sizes, self.rank)
-        check_same("bytes in a row", each[:, -1].tolist(), self.rank)
-        all_QRM = each[:, :-1].view(self.size, self.size, -1)
-        return HostRoutes(all_QRM[self.rank], all_QRM[:, self.rank], all_QRM)
+        said = (*counts, row_bytes, layer)
+        self._host.say(struct.pack(f"<{len(said)}q", *said), _COUNTS, number, self._peers)
+        return HostRoutes(self.rank, self.size, counts, lambda: self._numbers_of_all(said, number))
+
+    def _numbers_of_all(self, own: Sequence[int], number: int) -> list[list[int]]:
+        # Nothing, where rows have gone out since.
+        self._host.tell(self._peers)
+        each: dict[int, Sequence[int]] = {
+            peer.rank: _integers(self._host.await_said(peer, _COUNTS, number)) for peer in self._peers
+        }
+        each[self.rank] = own
+        all_Q = [each[rank] for rank in range(self.size)]
+        check_same("experts", [len(numbers) - 2 for numbers in all_Q], self.rank)
+        self.check_said([numbers[-2] for numbers in all_Q], [numbers[-1] for numbers in all_Q])
+        return [list(numbers[:-2]) for numbers in all_Q]
 
     @override
     def start_dispatch(self, rows_SD: Tensor, routes: Routes) -> Arriving:
-        table = _all(routes)
-        # Where the pieces for this rank lie in the memory of each rank.
-        starts = _starts(table.flatten(1)).view(table.shape)[:, self.rank]
-        pieces = [
-            (owner, start, start + length)
-            for by_owner, lengths in zip(starts.t().tolist(), table[:, self.rank].t().tolist(), strict=True)
-            for owner, (start, length) in enumerate(zip(by_owner, lengths, strict=True))
-            if length
-        ]
-        return self._start(rows_SD, table.sum(2)[self.rank], table.sum((1, 2)), pieces)
+        known = _known(routes)
+        return self._start(rows_SD, known.there_R, lambda: (known.at_home_R, known.dispatched))
 
     @override
     def start_return(self, rows_SD: Tensor, routes: Routes) -> Arriving:
-        table = _all(routes)
-        # (R, M, Q): where experts are, rows lie by expert and then by the rank they have come from.
-        where = table.permute(1, 2, 0)
-        starts = _starts(where.flatten(1)).view(where.shape)[:, :, self.rank]
-        pieces = [
-            (owner, start, start + length)
-            for owner, (by_expert, lengths) in enumerate(zip(starts.tolist(), table[self.rank].tolist(), strict=True))
-            for start, length in zip(by_expert, lengths, strict=True)
-            if length
-        ]
-        return self._start(rows_SD, table.sum(2)[:, self.rank], table.sum((0, 2)), pieces)
+        known = _known(routes)
+        return self._start(rows_SD, known.received_R, lambda: (known.at_experts_R, known.returned))
 
     @override
     def memory(self) -> list[Tensor]:
@@ -129,15 +181,14 @@ class HostTokenExchange(TokenExchange):
         self._host.close()
 
     def _start(
-        self, rows: Tensor, readers_R: Tensor, rows_R: Tensor, pieces: Sequence[tuple[int, int, int]]
+        self, rows: Tensor, readers_R: Sequence[int], sources: Callable[[], tuple[Sequence[int], Pieces]]
     ) -> Arriving:
         """Lets others read rows.
 
         Args:
             rows: The rows of this rank.
             readers_R: How many of them each rank reads.
-            rows_R: How many each rank has.
-            pieces: What this rank reads, in order: of which rank, from where to where.
+            sources: How many each rank has, and what this one reads of them.
         """
         rows = rows.detach().contiguous()
         self.traffic.add("all_to_all", rows.nbytes)
@@ -147,7 +198,10 @@ class HostTokenExchange(TokenExchange):
             if not self._host.is_ready(rows, self._peers):
                 rows = self.empty(rows.shape, rows).copy_(rows)
             self._host.publish(rows.view(-1), _ROWS, number, self._peers, readers=readers)
-        return _Rows(self, number, rows, rows_R.tolist(), pieces)
+        if len(readers) < len(self._peers):
+            # Who gets no rows waits for that number all the same.
+            self._host.tell(self._peers)
+        return _Rows(self, number, rows, sources)
 
     def _number(self, tag: int) -> int:
         number = self._numbers[tag]
@@ -167,8 +221,8 @@ class HostTokenExchange(TokenExchange):
         return peer.blocks[block].view()[:nbytes].view(like.dtype).view(rows, like.shape[1]), peer, block
 
     def done(self, peer: Peer, block: int) -> None:
-        """Lets a rank have its memory back."""
-        self._host.done(peer, block)
+        """Lets a rank have its memory back: soon, with what is sent next."""
+        self._host.done(peer, block, at_once=False)
 
 
 class _Rows(Arriving):
@@ -177,10 +231,9 @@ class _Rows(Arriving):
         exchange: HostTokenExchange,
         number: int,
         own: Tensor,
-        rows_R: Sequence[int],
-        pieces: Sequence[tuple[int, int, int]],
+        sources: Callable[[], tuple[Sequence[int], Pieces]],
     ) -> None:
-        self._exchange, self._number, self._rows_R, self._pieces = exchange, number, rows_R, pieces
+        self._exchange, self._number, self._sources = exchange, number, sources
         self._own: Tensor | None = own
 
     def wait(self) -> Tensor:
@@ -188,31 +241,29 @@ class _Rows(Arriving):
         own = self._own
         if own is None:
             raise RuntimeError("What has arrived is waited for once.")
-        sources = {self._exchange.rank: own}
+        rows_R, pieces = self._sources()
+        lie = {self._exchange.rank: own}
         taken: list[tuple[Peer, int]] = []
-        for owner in sorted({owner for owner, _, _ in self._pieces} - {self._exchange.rank}):
-            rows, peer, block = self._exchange.read(self._number, owner, self._rows_R[owner], own)
-            sources[owner] = rows
+        for owner in sorted({owner for owner, _, _ in pieces} - {self._exchange.rank}):
+            lie[owner], peer, block = self._exchange.read(self._number, owner, rows_R[owner], own)
             taken.append((peer, block))
-        total = sum(stop - start for _, start, stop in self._pieces)
-        out = own.new_empty((total, own.shape[1]))
-        if self._pieces:
-            torch.cat([sources[owner][start:stop] for owner, start, stop in self._pieces], out=out)
+        out = own.new_empty((sum(length for _, _, length in pieces), own.shape[1]))
+        if pieces:
+            torch.cat([lie[owner].narrow(0, start, length) for owner, start, length in pieces], out=out)
         for peer, block in taken:
             self._exchange.done(peer, block)
         self._own = None
         return out
 
 
-def _all(routes: Routes) -> Tensor:
+def _known(routes: Routes) -> HostRoutes:
     if not isinstance(routes, HostRoutes):
         raise TypeError("Routes of another exchange.")
-    return routes.all_QRM
+    return routes
 
 
-def _starts(lengths: Tensor) -> Tensor:
-    """Where pieces of these lengths start that lie one after the other."""
-    return lengths.cumsum(-1) - lengths
+def _integers(data: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(data) // 8}q", data)
 
 
 def _rounded(numel: int) -> int:

@@ -39,7 +39,8 @@ def described(name: str, module: nn.Module, top_k: int | None) -> FoundExperts |
         return f"has buffers ({', '.join(buffers)}), of which nothing tells whether they are of one expert each"
     sorted_by_expert = callable(getattr(module, "compute_sorted", None))
     count = next(iter(own.values())).shape[0]
-    return FoundExperts(name, module, count, top_k, tuple(own), _by_method if sorted_by_expert else compute)
+    how = _by_method if sorted_by_expert else compute
+    return FoundExperts(name, module, count, top_k, tuple(own), how, may_draw=True)
 
 
 def is_used(found: FoundExperts) -> bool:

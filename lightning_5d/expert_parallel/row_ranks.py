@@ -112,6 +112,16 @@ class RowRanks:
             (self._mesh.rank("cp") and not differing.context) or (self._mesh.rank("tp") and not differing.tensor)
         )
 
+    def place(self, *, spread: bool) -> int | None:
+        """This rank's number among those that draw from one random stream and have different rows in experts; ``None`` if there are no others.
+
+        Args:
+            spread: Whether ranks have other experts, and so other rows than outside of them.
+        """
+        differs = {"cp": spread or self.differing.context, "tp": spread or self.is_cut}
+        axes = [axis for axis, differ in differs.items() if differ and self._mesh.size(axis) > 1]
+        return self._mesh.rank(*axes) if axes else None
+
     @property
     def context_ranks(self) -> int:
         """Ranks of the context axis."""

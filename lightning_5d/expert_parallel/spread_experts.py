@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,12 +21,13 @@ from lightning_5d.expert_parallel.door import ExpertDoor
 from lightning_5d.expert_parallel.exchange import TokenExchange, open_exchange
 from lightning_5d.expert_parallel.found import FoundExperts
 from lightning_5d.expert_parallel.load import ExpertLoads
+from lightning_5d.expert_parallel.owed import OwedBackward
 from lightning_5d.expert_parallel.placement import ExpertWeights
 from lightning_5d.expert_parallel.report import ExpertPlaces, describe_experts
 from lightning_5d.expert_parallel.router_losses import RouterLosses
 from lightning_5d.expert_parallel.row_ranks import RowRanks
 from lightning_5d.expert_parallel.survey import found_experts
-from lightning_5d.mesh import ExpertView, ParallelMesh
+from lightning_5d.mesh import GRADIENT_AXES, ExpertView, ParallelMesh
 from lightning_5d.parallelism import Parallelized, Part, Problem, StoredForm
 from lightning_5d.tensor_parallel.axis import TensorAxis, open_axis
 from lightning_5d.tensor_parallel.sharded import ShardedLayers
@@ -60,12 +62,14 @@ class SpreadExperts(Parallelized):
         self._ranks: RowRanks | None = None
         self._doors: list[ExpertDoor] = []
         self._losses: RouterLosses | None = None
+        self._owed: OwedBackward | None = None
         self._waiting: dist.ProcessGroup | None = None
         if plugin.size > 1 or plugin.tensor > 1:
             self._view = mesh.expert_view(plugin.size, plugin.tensor)
             self._weights = ExpertWeights(self._here, self._view, mesh)
         if plugin.size > 1 and self._view is not None:
             self._exchange = open_exchange(self._view.device_mesh.get_group("ep"), mesh.device)
+            self._exchange.layers = [layer.name for layer in layers]
 
     @override
     def all_at_work(self, axes: Sequence[Parallelized]) -> None:
@@ -73,7 +77,13 @@ class SpreadExperts(Parallelized):
         for router in counting_modules(self._module):
             router.counted = CountedOver(self._ranks, partial(self._holders, router, axes))
         self._losses = RouterLosses(self._module, CountedOver(self._ranks))
+        if self._losses.unknown and self._mesh.size(*GRADIENT_AXES) > 1:
+            rank_zero_warn(
+                f"{', '.join(self._losses.unknown)}: the balance loss is computed by a formula of the model's own, and so of each rank's tokens alone. It"
+                " is that of one process only where each rank's batch is a batch of that process."
+            )
         axis = self._tensor_axis(axes)
+        numbers = {layer.name: number for number, layer in enumerate(self._layers)}
         for layer in self._here:
             door = ExpertDoor(
                 layer,
@@ -83,8 +93,11 @@ class SpreadExperts(Parallelized):
                 axis,
                 has_parts=self._plugin.tensor > 1,
                 capacity=self._plugin.capacity,
+                number=numbers[layer.name],
             )
             self._doors.append(door)
+        if self._exchange is not None:
+            self._owed = OwedBackward(self._module, self._here)
         self._refresh()
         together = self._mesh.stage_group
         if self._mesh.size("pp") > 1 and together is not None:
@@ -109,6 +122,20 @@ class SpreadExperts(Parallelized):
         least = torch.tensor(count)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._waiting)
         return int(least)
+
+    @override
+    def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._owed is None:
+            return super().call(step, args, kwargs)
+        self._owed.clear()
+        try:
+            return super().call(step, args, kwargs)
+        finally:
+            self._owed.clear()
+
+    @override
+    def owed(self) -> Sequence[Tensor]:
+        return () if self._owed is None else self._owed.outputs()
 
     @override
     def taking_back(self) -> Callable[[], None]:
@@ -211,8 +238,9 @@ class SpreadExperts(Parallelized):
     def close(self) -> None:
         for router in counting_modules(self._module):
             router.counted = Counted()
-        if self._losses is not None:
-            self._losses.close()
+        for noting in (self._losses, self._owed):
+            if noting is not None:
+                noting.close()
         while self._doors:
             self._doors.pop().take_off()
         for held in (self._ranks, self._exchange, self._own_axis):

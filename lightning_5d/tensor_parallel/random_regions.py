@@ -16,7 +16,7 @@ cut and the whole, blocks and the final norm, is a rank's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -198,6 +198,21 @@ def _found(module: nn.Module, name: str) -> nn.Module | None:
     except AttributeError:  # it is in a block of another stage
         return None
     return None if isinstance(found, Absent) else found
+
+
+class Seeded(ExitStack):
+    """A context in which generators draw from a seed; afterwards they go on as if nothing had been drawn.
+
+    Args:
+        used: The generators.
+        seed: The seed.
+    """
+
+    def __init__(self, used: Iterable[torch.Generator], seed: int) -> None:
+        super().__init__()
+        for generator in used:
+            self.callback(generator.set_state, generator.get_state())
+            generator.manual_seed(seed)
 
 
 def generators(device: torch.device) -> Iterator[torch.Generator]:

@@ -55,7 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Lfm2Moe": _GROUPED | _EXPERTS | _SMALL | {"num_dense_layers": 0, "layer_types": ["full_attention", "conv"]},
     "Cohere2Moe": _GROUPED | _EXPERTS,
     "ExaoneMoe": _GROUPED | _EXPERTS | _SMALL | _HEADS,
-    "Afmoe": _GROUPED | _EXPERTS | _SMALL | _HEADS | {"num_dense_layers": 0, "initializer_range": 0.1},
+    "Afmoe": _GROUPED | _EXPERTS | _SMALL | _HEADS | {"num_dense_layers": 0},
     "Zaya": _GROUPED | _SMALL | _HEADS | {"num_experts": 4, "num_experts_per_tok": 1},
     "SolarOpen": _GROUPED | _ROUTED | _HEADS,
 }  # fmt: skip

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
+from lightning_5d.checkpoint.forms import whole_tensor
 from lightning_5d.data_parallel import Engine, ShardOptions, shard
 from lightning_5d.expert_parallel.found import FoundExperts
 from lightning_5d.expert_parallel.placement import ExpertWeights
 from lightning_5d.mesh import AXES, ExpertView, ParallelMesh
-from tests.data_parallel.training import Run, inputs, whole
+from tests.data_parallel.training import Run, inputs
 
 WIDTH = 6
 
@@ -64,13 +65,14 @@ class Experts(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(count, 5, WIDTH) / 2)
+        self.shift = nn.Parameter(torch.randn(count, 5))
         self.down = nn.Parameter(torch.randn(count, WIDTH, 5) / 2)
         self.count = count
         self.group: dist.ProcessGroup | None = None
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.up, std=0.5)
-        nn.init.normal_(self.down, std=0.5)
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.5)
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         if self.group is None:
@@ -80,7 +82,7 @@ class Experts(nn.Module):
         return _Summed.apply(self._sum(x, mine), self.group)
 
     def _sum(self, x: Tensor, gates: Tensor) -> Tensor:
-        hidden = torch.tanh(torch.einsum("nd,eod->eno", x, self.up))
+        hidden = torch.tanh(torch.einsum("nd,eod->eno", x, self.up) + self.shift[:, None])
         return torch.einsum("eno,edo,ne->nd", hidden, self.down, gates)
 
 
@@ -163,6 +165,10 @@ class Layout:
         return int(torch.tensor(self.sizes).prod())
 
 
+def whole(tensor: Tensor) -> Tensor:
+    return whole_tensor(tensor).detach().clone()
+
+
 def half(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
 
@@ -207,7 +213,7 @@ def placed(module: Mixture, mesh: ParallelMesh, view: ExpertView) -> ExpertWeigh
     found = []
     for name, layer in module.named_modules():
         if isinstance(layer, Experts):
-            found.append(FoundExperts(name, layer, layer.count, None, ("up", "down"), compute=_unused))
+            found.append(FoundExperts(name, layer, layer.count, None, ("up", "shift", "down"), compute=_unused))
             layer.group = view.device_mesh.get_group("ep")
     return ExpertWeights(found, view, mesh)
 
@@ -222,12 +228,12 @@ def engine_of(module: Mixture, layout: Layout, mesh: ParallelMesh) -> tuple[Engi
     return shard(module, module.parallel_blocks(), mesh.shard_mesh, layout.options, [view]), weights
 
 
-def on_ranks(rank: int, layout: Layout, steps: int = 3) -> Run:
+def on_ranks(rank: int, layout: Layout, mesh: ParallelMesh, steps: int = 3) -> Run:
     """The same on ranks, each with its own microbatches; those that hold copies start from other values."""
     torch.set_num_threads(1)
     alike = not layout.options.synchronize or rank < layout.ep
     module, run = make(layout, seed=0 if alike else 100 + rank), Run()
-    engine, _ = engine_of(module, layout, mesh_of(layout.sizes))
+    engine, _ = engine_of(module, layout, mesh)
     optimizer = optimizer_of(module, layout.optimizer)
     with torch.inference_mode():  # as Lightning's sanity check
         module.loss(inputs(0, 0, rank), rank)
@@ -251,4 +257,5 @@ def on_ranks(rank: int, layout: Layout, steps: int = 3) -> Run:
 
 def on_ranks_each(rank: int, layouts: Sequence[Layout]) -> list[Run]:
     """`on_ranks` for several layouts in one world: starting one takes longer than these runs."""
-    return [on_ranks(rank, layout) for layout in layouts]
+    meshes = {sizes: mesh_of(sizes) for sizes in dict.fromkeys(layout.sizes for layout in layouts)}
+    return [on_ranks(rank, layout, meshes[layout.sizes]) for layout in layouts]

@@ -84,9 +84,9 @@ def test_memory_serves_other_numbers_of_rows_again(ranks: RankPool) -> None:
 
 def _message(rank: int, kind: str, experts: int, row_bytes: int) -> str:
     exchange = open_kind(kind)
-    exchange.routes(torch.ones(4, dtype=torch.int64), 8)
+    assert exchange.routes(torch.ones(4, dtype=torch.int64), 8).received_M.tolist() == [2, 2]
     with pytest.raises((RuntimeError, ValueError)) as found:
-        exchange.routes(torch.ones(experts if rank else 6, dtype=torch.int64), row_bytes if rank else 16)
+        exchange.routes(torch.ones(experts if rank else 6, dtype=torch.int64), row_bytes if rank else 16).received_M  # noqa: B018
     dist.barrier()
     exchange.close()
     return str(found.value)

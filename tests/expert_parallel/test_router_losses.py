@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from lightning_5d import ContextParallel, ExpertParallel, FiveD
+from lightning_5d import ContextParallel, ExpertParallel, FiveD, PipelineParallel
 from lightning_5d.expert_parallel.counted import Counted, Scope
 from lightning_5d.expert_parallel.router_losses import RouterLosses, balance_loss
 from tests.context_parallel.test_hugging_face import Sentences
@@ -126,6 +126,7 @@ RUNS: dict[str, Any] = {"plain": 11, "right": 12}
 PLUGINS: dict[str, tuple[Any, ...]] = {
     "data": (ExpertParallel(2),),
     "context": (ContextParallel(2), ExpertParallel(2)),
+    "stages": (PipelineParallel(2, microbatches=1), ExpertParallel(2)),
 }
 
 
@@ -141,12 +142,13 @@ def _fit_each(rank: int, kinds: list[str], strategy: Any, **arguments: Any) -> l
 @pytest.mark.parametrize("plugins", PLUGINS)
 def test_a_models_own_balance_loss_is_that_of_one_process(ranks: RankPool, plugins: str) -> None:
     # On data ranks a loss is the mean of their means: of as many tokens each, if it is to be that of one process.
-    kinds = ["plain"] if plugins == "data" else list(RUNS)
+    kinds = list(RUNS) if plugins == "context" else ["plain"]
+    world = 4 if plugins == "stages" else 2
     arguments: Mapping[str, Any] = {"gradient_clip_val": 0.5, "limit_val_batches": 2}
     strategy = partial(FiveD, *PLUGINS[plugins])
-    found = ranks(2, partial(_fit_each, kinds=kinds, strategy=strategy, devices=2, **arguments), **SEPARATE)
+    found = ranks(world, partial(_fit_each, kinds=kinds, strategy=strategy, devices=world, **arguments), **SEPARATE)
     for index, expected in enumerate(_fit_each(0, kinds, None, **arguments)):
         differences = apart([each[index] for each in found], expected, 1e-6)
         assert max(differences.values()) < 1e-5, (kinds[index], differences)
         losses = [each[index]["metrics"]["loss"] for each in found]
-        assert sum(losses) / 2 == pytest.approx(expected["metrics"]["loss"], rel=1e-5)
+        assert sum(losses) / world == pytest.approx(expected["metrics"]["loss"], rel=1e-5)

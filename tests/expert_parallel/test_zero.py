@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from lightning_5d import ExpertParallel, PipelineParallel, ZeRO
 from lightning_5d.data_parallel import ShardOptions
 from tests.data_parallel.training import assert_equal_runs
-from tests.expert_parallel.mixture import Layout, half, on_ranks_each, one_process
-
-STAGES = range(4)
+from tests.expert_parallel.mixture import Layout, engine_of, half, make, mesh_of, on_ranks_each, one_process
+from tests.expert_parallel.test_training import mixture
+from tests.tensor_parallel.parity import compare
 
 
 def _compare(ranks, layouts: list[Layout], tolerance: float = 1e-5) -> None:
@@ -23,45 +24,74 @@ def _compare(ranks, layouts: list[Layout], tolerance: float = 1e-5) -> None:
             raise AssertionError(f"{layout}: {error}") from error
 
 
-def test_every_stage_equals_one_process_with_two_ranks_for_each_expert(ranks):
-    _compare(ranks, [Layout(ShardOptions(stage), 2, accumulation=2) for stage in STAGES])
-
-
-def test_it_does_so_with_momentum_replicas_and_ranks_alone_with_their_experts(ranks):
-    layouts = []
-    for stage in STAGES:
-        layouts.append(Layout(ShardOptions(stage), 4, optimizer="SGD"))
-        layouts.append(Layout(ShardOptions(stage), 2, (1, 2, 2, 1, 1), optimizer="SGD"))
-        layouts.append(Layout(ShardOptions(stage), 1, (1, 2, 2, 1, 1), optimizer="SGD"))
-        layouts.append(Layout(ShardOptions(stage), 2, (1, 1, 2, 2, 1), optimizer="SGD"))
+def test_every_stage_equals_one_process(ranks):
+    """Ranks two and two with the same experts, in replicas, along context ranks, or alone with theirs; all hold some of all layers."""
+    four, replicas, context = (1, 1, 4, 1, 1), (1, 2, 2, 1, 1), (1, 1, 2, 2, 1)
+    layouts = [Layout(ShardOptions(stage), 2, accumulation=2) for stage in range(4)]
+    for stage, ep, sizes in [
+        (0, 2, replicas),
+        (0, 4, four),
+        (1, 4, four),
+        (1, 2, replicas),
+        (2, 1, replicas),
+        (3, 2, replicas),
+        (3, 2, context),
+        (3, 4, four),
+    ]:
+        layouts.append(Layout(ShardOptions(stage), ep, sizes, optimizer="SGD"))
     _compare(ranks, layouts)
 
 
 def test_two_ranks_with_half_of_the_experts_each_equal_one_process(ranks):
-    sizes = (1, 1, 2, 1, 1)
-    _compare(ranks, [Layout(ShardOptions(stage), 2, sizes, accumulation=2) for stage in STAGES])
+    _compare(ranks, [Layout(ShardOptions(stage), 2, (1, 1, 2, 1, 1), accumulation=2) for stage in range(4)])
 
 
-@pytest.mark.parametrize("mode", ["experts frozen", "one layer trained", "halves", "skipped"])
-def test_frozen_and_skipped_layers_hold_up_nobody(ranks, mode):
-    _compare(ranks, [Layout(ShardOptions(stage), 2, mode=mode, accumulation=2) for stage in (0, 2, 3)])
+def test_frozen_and_skipped_layers_hold_up_nobody(ranks):
+    modes = ["experts frozen", "one layer trained", "halves", "skipped"]
+    layouts = [Layout(ShardOptions(3), 2, mode=mode, accumulation=2) for mode in modes]
+    _compare(ranks, [*layouts, *(Layout(ShardOptions(stage), 2, mode="skipped") for stage in (0, 1))])
 
 
 def test_uneven_offloaded_and_messaging_ranks_train_alike(ranks):
     layouts = [
         Layout(ShardOptions(3, offload="optimizer+parameters"), 2),
         Layout(ShardOptions(3, shared_memory=False), 2, mode="skipped"),
-        Layout(ShardOptions(2), 2, count=6),  # three experts on two ranks
-        Layout(ShardOptions(3), 2, count=2),  # one expert on two ranks
+        # Three experts on two ranks, and one on two: weights are cut where that is even, if it is anywhere.
+        *(Layout(ShardOptions(stage), 2, count=6) for stage in (0, 3)),
+        *(Layout(ShardOptions(stage), 2, count=2) for stage in (2, 3)),
     ]
     _compare(ranks, layouts)
+
+
+def _held(rank: int, layout: Layout) -> dict[str, int]:
+    module = make(layout)
+    engine, _ = engine_of(module, layout, mesh_of(layout.sizes))
+    held = {name: parameter.to_local().numel() for name, parameter in module.blocks[1].experts.named_parameters()}
+    engine.close()
+    return held
+
+
+def test_ranks_that_share_one_expert_hold_parts_of_it_each(ranks):
+    found = ranks(4, _held, Layout(ShardOptions(1), 2, count=2), timeout=20)
+    assert [each["up"] for each in found] == [15] * 4
+    assert [each["down"] for each in found] == [15] * 4
+    assert [each["shift"] for each in found] == [5, 5, 0, 0]  # five numbers, which two ranks do not divide
 
 
 def test_half_precision_divides_as_full_precision_does(ranks):
     layouts = [
         Layout(ShardOptions(stage, half(dtype)), ep, optimizer="SGD")
-        for stage in (0, 1, 3)
-        for ep in (2, 4)
-        for dtype in (torch.bfloat16, torch.float16)
+        for stage, ep, dtype in [
+            (0, 2, torch.float16),
+            (1, 4, torch.bfloat16),
+            (3, 2, torch.bfloat16),
+            (2, 4, torch.float16),
+        ]
     ]
     _compare(ranks, layouts, tolerance=3e-2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_pipeline_reduces_experts_after_each_microbatch(ranks, stage):
+    plugins = ExpertParallel(2), PipelineParallel(2, microbatches=2), ZeRO(stage=stage, per_microbatch=True)
+    compare(ranks, mixture(balance=0.0), *plugins, world=8, batch=8)
