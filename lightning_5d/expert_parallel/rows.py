@@ -176,7 +176,8 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, pieces: Pieces) -> Tensor:
         ctx.pieces = pieces
         joined = pieces.axis.gather(_padded(rows, pieces), 0)
-        return joined[: pieces.whole]
+        # FSDP2, whose group the experts may be, warns of views: what is in place of them could be changed.
+        return joined if len(joined) == pieces.whole else joined[: pieces.whole].clone()
 
     @staticmethod
     @first_derivatives
