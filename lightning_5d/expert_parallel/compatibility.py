@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
 from lightning_5d.data_parallel.compatibility import hooked_parameters, listed
@@ -41,7 +42,16 @@ def module_problems(module: nn.Module, found: Sequence[FoundExperts], plugin: Ex
             problems += _part_problems(each, plugin.tensor)
     if plugin.size > 1 or plugin.tensor > 1:
         problems += _weight_problems(module, found, asked)
+        problems += _callback_problems(module, asked)
     return problems
+
+
+def _callback_problems(module: nn.Module, asked: str) -> Iterator[Problem]:
+    for callback in getattr(getattr(module, "_trainer", None), "callbacks", ()):
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            name = type(callback).__name__
+            what = f"{name} averages whole weights, and with {asked} a rank has a part of the experts."
+            yield Problem(what, "Average the weights of saved checkpoints.")
 
 
 def _weight_problems(module: nn.Module, found: Sequence[FoundExperts], asked: str) -> Iterator[Problem]:
