@@ -7,7 +7,7 @@ from where it arrives straight into the parameters, and a reduction is only star
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -472,7 +472,7 @@ def adopt(state: FSDPState, peers: Peers, exchange: Exchange | None) -> list[Rec
             if peers.divide_by != peers.count:
                 # In the place of an all-reduce of the user's, right after the mean over its ranks. Its `gradient_divide_factor`
                 # divides twice where it adds up in fp16 over one rank, or replicates.
-                group._all_reduce_hook = _scaling(peers.count / peers.divide_by)
+                group._all_reduce_hook = peers.correct_mean
             continue
         group.__class__ = ExchangingParamGroup
         group.exchange, group.peers, group.index = exchange, peers, len(exchange.groups)
@@ -485,13 +485,6 @@ def adopt(state: FSDPState, peers: Peers, exchange: Exchange | None) -> list[Rec
                 # Stages 0 to 2 hold all parameters all along; keeping the memory spares fresh pages every step.
                 param.free_unsharded_param = keep
     return list(groups)
-
-
-def _scaling(factor: float) -> Callable[[torch.Tensor], None]:
-    def scale(reduced: torch.Tensor) -> None:
-        reduced.mul_(factor)
-
-    return scale
 
 
 def state_of(module: nn.Module) -> FSDPState:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_5d.data_parallel.agreement import Agreement
@@ -109,3 +110,7 @@ class Peers:
     def can_poll(self) -> bool:
         """Whether a reduction may be found to have arrived before someone waits for it."""
         return all(transport.can_poll for transport in self.transports)
+
+    def correct_mean(self, reduced: Tensor) -> None:
+        """Makes of means over these ranks, in place, what gradients are: their sums divided by `divide_by`."""
+        reduced.mul_(self.count / self.divide_by)
