@@ -66,7 +66,7 @@ def adapt_attention(module: LanguageModel) -> None:
 
 
 def compile_block(module: LanguageModel) -> None:
-    module.decoder.layers[0].compile(backend="aot_eager")
+    module.decoder.layers[0].compile(backend="eager")
 
 
 class Spreading(Labelled):
