@@ -1,10 +1,11 @@
 """Experts spread over two ranks beside the same experts whole on both, and grouped products beside a loop over experts.
 
-    python benchmarks/experts.py [--rounds 3] [--steps 5] [--only "experts;DDP"] [--even] [--tiny]
+    python benchmarks/experts.py [--rounds 10] [--steps 2] [--only "experts;DDP"] [--even] [--tiny]
     python benchmarks/experts.py --layer [--rounds 5]
 
-Two ranks of one thread on this machine, each with batches of its own; a decoder of which most of the work is in experts. Contestants take turns
-within each round; a share is the median over rounds of a ratio within the round, of tokens per second by wall and by processor time.
+Two ranks of one thread on this machine, each with batches of its own; a decoder of which most of the work is in experts. All contestants are there at
+once, each pair of ranks asleep but in its turn, of a few steps in each round; a share is the median over rounds of a ratio within the round, of tokens
+per second by wall and by processor time. How far the quartiles are apart says how much the machine was disturbed.
 
 *experts whole*: an unchanged module in a Trainer, `FiveD(ZeRO(stage=1))`. *ep 2*: `FiveD(ExpertParallel(2), ZeRO(stage=1))`. *ep 2, messages*: the same
 through process groups in place of shared memory. *DDP, loop*: a bare loop with torch's DDP and the usual loop over experts, as Hugging Face has it.
@@ -40,7 +41,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.contestants import LEARNING_RATE, fit_and_tick
-from benchmarks.ranks import RANKS, answers_of, timed
+from benchmarks.ranks import RANKS
+from benchmarks.turns import Turns, in_turns
 
 WARM_UP = 3
 TARGET = 1.0
@@ -190,50 +192,48 @@ CONTESTANTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def run_rank(rank: int, port: int, size: Size, name: str, steps: int, results: Any) -> None:
-    """One rank of one contestant in one round: puts (rank, seconds, processor seconds, bytes sent, rows of the busiest rank over the mean) of a step."""
-    generator = torch.Generator().manual_seed(rank)
-    batches: list[Any] = [
-        torch.randint(size.vocabulary, (2, size.rows, size.tokens), generator=generator).unbind()
-        for _ in range(WARM_UP + steps)
-    ]
-    sent: list[float] = []
-    fits = not name.startswith("DDP")
-    timed(
-        rank,
-        port,
-        lambda: CONTESTANTS[name](size, sent),
-        batches,
-        WARM_UP,
-        fits,
-        results,
-        lambda: sent[0] if sent else 0.0,
-        lambda: sent[1] if sent else 1.0,
-    )
-
-
 def compare(size: Size, names: list[str], rounds: int, steps: int) -> None:
     """Runs the rounds and prints the table."""
-    times: dict[str, list[list[float]]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name in names:
-            answers = answers_of(run_rank, size, name, steps)
-            times[name].append([statistics.mean(values) for values in list(zip(*answers, strict=True))[1:]])
-            print(f"{name}: {times[name][-1][0] * 1e3:.1f} ms", file=sys.stderr, flush=True)
-    first = times[names[0]]
+
+    def make(name: str, rank: int, turns: Turns) -> Callable[[], list[float]]:
+        generator = torch.Generator().manual_seed(rank)
+        batches: list[Any] = [
+            torch.randint(size.vocabulary, (2, size.rows, size.tokens), generator=generator).unbind()
+            for _ in range(WARM_UP + rounds * (steps + 1))
+        ]
+        sent: list[float] = []
+        step = CONTESTANTS[name](size, sent)
+
+        def run() -> list[float]:
+            if not name.startswith("DDP"):
+                step(batches, turns.tick)
+            else:
+                for tokens_BT, targets_BT in batches:
+                    step(tokens_BT, targets_BT)
+                    turns.tick()
+            return sent or [0.0, 1.0]
+
+        return run
+
+    times, ends = in_turns(make, names, rounds, WARM_UP, steps)
     tokens = size.rows * size.tokens
     expected = 4 * tokens * size.top_k * size.width * 4 * size.layers
     print(f"{RANKS} ranks, {size}, {rounds} rounds of {steps} steps; tokens per second as a share of {names[0]}")
-    print(f"{'':18}{'wall':>8}{'proc.':>8}{'ms':>9}{'sent, MB':>10}")
-    for name, measured in times.items():
-        wall, processor = (statistics.median(f[i] / m[i] for f, m in zip(first, measured, strict=True)) for i in (0, 1))
-        took = statistics.median(m[0] for m in measured) * 1e3
-        print(f"{name:18}{wall:8.3f}{processor:8.3f}{took:9.2f}{measured[-1][2] / 1e6:10.3f}", flush=True)
+    print(f"{'':18}{'wall':>8}{'quartiles':>16}{'proc.':>8}{'quartiles':>16}{'ms':>9}{'sent, MB':>10}")
+    for name in names:
+        shares = [[each[names[0]][i] / each[name][i] for each in times] for i in (0, 1)]
+        wall, processor = (statistics.median(values) for values in shares)
+        low_high = [" to ".join(f"{q:.3f}" for q in statistics.quantiles(values, n=4)[::2]) for values in shares]
+        took = statistics.median(each[name][0] for each in times) * 1e3
+        _, sent, busiest = (statistics.mean(values) for values in zip(*ends[name], strict=True))
+        print(
+            f"{name:18}{wall:8.3f}{low_high[0]:>16}{processor:8.3f}{low_high[1]:>16}{took:9.2f}{sent / 1e6:10.3f}",
+            flush=True,
+        )
         if name == "ep 2":
-            share = measured[-1][2] / expected
             judged = "" if size.width < 64 else f"; target {TARGET}: {'met' if wall >= TARGET else 'missed'}"
-            print(f"{'':18}bytes: {share:.6f} of 4 x tokens x top-k x hidden x item", end="; ")
-            print(f"the busiest rank has {measured[-1][3]:.3f} of the mean rows of a layer{judged}")
+            print(f"{'':18}bytes: {sent / expected:.6f} of 4 x tokens x top-k x hidden x item", end="; ")
+            print(f"the busiest rank has {busiest:.3f} of the mean rows of a layer{judged}")
 
 
 def compare_layer(size: Size, rounds: int) -> None:
@@ -265,8 +265,8 @@ def compare_layer(size: Size, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps in each round")
+    parser.add_argument("--rounds", type=int, default=10, help="at least 2")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps in each round, after one that is not")
     parser.add_argument("--only", default="", help="names, or beginnings of names, separated by semicolons")
     parser.add_argument("--even", action="store_true", help="tokens take experts in turn")
     parser.add_argument("--tiny", action="store_true", help="hardly any work, so that what is left is Python")

@@ -59,6 +59,12 @@ class HostRoutes(Routes):
         return torch.tensor([each[here] for each in self.all_QE])
 
     @cached_property
+    @override
+    def received_M(self) -> Tensor:
+        here = self._experts_of(self._rank)
+        return torch.tensor([sum(counts_Q) for counts_Q in zip(*(each[here] for each in self.all_QE), strict=True)])
+
+    @cached_property
     def there_R(self) -> list[int]:
         """This rank's rows for the experts of each rank."""
         return [sum(self._own[self._experts_of(rank)]) for rank in range(self._ranks)]

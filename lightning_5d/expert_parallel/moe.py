@@ -11,6 +11,13 @@ from lightning_5d.expert_parallel.experts import Experts
 from lightning_5d.expert_parallel.routing import TopKRouter
 from lightning_5d.feed_forward import Projection, SwiGLU
 
+# [Note: shared experts while tokens travel]
+# Shared experts wait for no token, so they could be computed between `dispatch.Way.start_dispatch` and `arrived`. Where ranks copy from each
+# other's memory there is nothing to gain, as the receiver does the work; with all-to-all there is. The door would set out before
+# ``self.experts(...)`` is called, as it needs no weights for that; but what has set out has to be an *input* of that call, a ticket in place of the hidden
+# states: FSDP2 takes the gradients of the inputs of the experts' call for the sign that those of their weights are complete, and would reduce them
+# before they are there if tokens went past it.
+
 
 class MoE(nn.Module):
     """A mixture of experts in the place of a feed-forward layer, in plain torch; parts are named as in Hugging Face's models.

@@ -1,6 +1,7 @@
 """Rows arrive in the order that experts want, and go back to where they came from."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_5d.expert_parallel.exchange import TokenExchange
+from lightning_5d.expert_parallel.host_exchange import HostTokenExchange
 from tests.expert_parallel.test_dispatch import KINDS, open_kind
 from tests.ranks.failure import RankError
 from tests.ranks.pool import RankPool
@@ -80,6 +82,46 @@ def _kept(rank: int) -> None:
 
 def test_memory_serves_other_numbers_of_rows_again(ranks: RankPool) -> None:
     ranks(2, _kept)
+
+
+class _Counted:
+    """A connection that counts what it sends."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection, self.packets = connection, 0
+
+    def send(self, packet: bytes) -> int:
+        self.packets += 1
+        return int(self.connection.send(packet))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.connection, name)
+
+
+def _packets(rank: int) -> None:
+    exchange = open_kind("shared memory")
+    assert isinstance(exchange, HostTokenExchange)
+    (peer,) = exchange._host.peers.values()
+    rows, counts = torch.randn(8, 100), torch.full((4,), 2)
+
+    def there_and_back() -> None:
+        routes = exchange.routes(counts, 400)
+        exchange.start_return(exchange.start_dispatch(rows, routes).wait(), routes).wait()
+
+    # As much memory as can be under way: a rank without says at once what it has read, as it is about to take more.
+    held = [exchange.empty(rows.shape, rows) for _ in range(3)]
+    del held
+    there_and_back()
+    peer.connection = _Counted(peer.connection)  # type: ignore[assignment]
+    for _ in range(5):
+        there_and_back()
+    assert peer.connection.packets == 10  # type: ignore[attr-defined]
+    dist.barrier()
+    exchange.close()
+
+
+def test_there_and_back_are_one_packet_each(ranks: RankPool) -> None:
+    ranks(2, _packets)
 
 
 def _message(rank: int, kind: str, experts: int, row_bytes: int) -> str:
