@@ -34,7 +34,7 @@ CASES: list[tuple[Callable[[], Any], list[Parallelism], dict[str, Any], list[str
     (partial(Routed, (4, 5)), [ExpertParallel(2)], {}, ["2 does not divide the 5 experts of layers.1.experts", "1 works"]),
     (_listed, [ExpertParallel(2)], {}, ["layers.0.experts (ModuleList)", "is a ModuleList of 4 modules"]),
     (partial(Spreading, "Mixtral", num_experts_per_tok=6), [ExpertParallel(2)], {}, ["to 6 experts and has 4", "At most 4"]),
-    (_hooked, [ExpertParallel(2), ZeRO(stage=0)], {}, ["layers.1.mlp.experts.down_proj", "hooks would be lost"]),
+    (_hooked, [ExpertParallel(2), ZeRO(stage=0)], {}, ["layers.1.mlp.experts.down_proj", "hooks on these parameters would be lost"]),
     (mixture(), [ExpertParallel(2), ZeRO(stage=0)], {"callbacks": [WeightAveraging()]}, ["WeightAveraging averages whole"]),
     (
         mixture(),
