@@ -71,7 +71,7 @@ def module_problems(
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         fix = "Run the module once on a small batch in `setup` or `configure_model`, or give its layers their sizes."
-        problems.append(Problem(f"Parameters of lazy modules have no shape yet: {_listed(lazy)}.", fix))
+        problems.append(Problem(f"Parameters of lazy modules have no shape yet: {listed(lazy)}.", fix))
     if ranks == 1 and not cast and tensor == 1:
         return problems
     for name, child in module.named_modules():
@@ -91,7 +91,7 @@ def module_problems(
             instead = f"{instead} without TensorParallel"
         hooked = list(hooked_parameters(module))
         if hooked:
-            what = f"Hooks on these parameters would be lost when {why}: {_listed(hooked)}."
+            what = f"Hooks on these parameters would be lost when {why}: {listed(hooked)}."
             fix = f"Change gradients in `on_before_optimizer_step`, or use {instead}."
             problems.append(Problem(what, fix))
         for callback in callbacks:
@@ -109,5 +109,6 @@ def hooked_parameters(module: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names for a person, the first of many."""
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
+from lightning_5d.data_parallel.compatibility import hooked_parameters, listed
 from lightning_5d.expert_parallel.found import FoundExperts
 from lightning_5d.parallelism import Problem
 
@@ -38,7 +40,39 @@ def module_problems(module: nn.Module, found: Sequence[FoundExperts], plugin: Ex
             problems.append(Problem(what, f"At most {each.count} work."))
         if plugin.tensor > 1:
             problems += _part_problems(each, plugin.tensor)
+    if plugin.size > 1 or plugin.tensor > 1:
+        problems += _weight_problems(module, found, asked)
+        problems += _callback_problems(module, asked)
     return problems
+
+
+def _callback_problems(module: nn.Module, asked: str) -> Iterator[Problem]:
+    for callback in getattr(getattr(module, "_trainer", None), "callbacks", ()):
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            name = type(callback).__name__
+            what = f"{name} averages whole weights, and with {asked} a rank has a part of the experts."
+            yield Problem(what, "Average the weights of saved checkpoints.")
+
+
+def _weight_problems(module: nn.Module, found: Sequence[FoundExperts], asked: str) -> Iterator[Problem]:
+    """What would be lost when each rank's part takes the place of a stacked weight."""
+    stacked = {f"{each.name}.{key}" if each.name else key for each in found for key in each.stacked}
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for tied in names.values():
+        here = [name for name in tied if name in stacked]
+        # Two names of one module are no two weights.
+        places = {(id(module.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in tied}
+        if here and len(places) > 1:
+            what = f"{asked}: {' and '.join(tied)} are one weight, and each rank's part of the experts would be another one in each place."
+            yield Problem(
+                what, "Share the whole module of experts (layers[1].experts = layers[0].experts), or untie them."
+            )
+    hooked = [name for name in hooked_parameters(module) if name in stacked]
+    if hooked:
+        what = f"{asked}: hooks on these parameters would be lost when each rank's part takes their place: {listed(hooked)}."
+        yield Problem(what, "Change gradients in `on_before_optimizer_step`.")
 
 
 def _part_problems(each: FoundExperts, parts: int) -> list[Problem]:

@@ -82,7 +82,8 @@ class CountedOver(Counted):
     @override
     def sum_of_microbatch(self, x: Tensor) -> Tensor:
         if not (x.requires_grad and torch.is_grad_enabled()):
-            return self.sum(x, "microbatch")
+            total: Tensor = self.sum(x, "microbatch")
+            return total
         return cast(Tensor, _Sum.apply(x, self))  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Counted:
@@ -100,7 +101,8 @@ class _Sum(torch.autograd.Function):
     @override
     def forward(ctx: Any, x: Tensor, counted: CountedOver) -> Tensor:
         ctx.factor = counted.ranks.context_ranks if counted.differing.context else 1
-        return counted.sum(x, "microbatch").view_as(x)
+        total: Tensor = counted.sum(x, "microbatch")
+        return total.view_as(x)
 
     @staticmethod
     @override

@@ -40,6 +40,11 @@ def limit_of(tokens: int, top_k: int, experts: int, factor: float) -> int:
     return math.ceil(Fraction(repr(factor)) * tokens * top_k / experts)
 
 
+def is_of_somebody(index: Tensor, experts: int) -> Tensor:
+    """Which choices are of an expert that there is, as booleans; many models write -1, or the number of experts, for none."""
+    return (index >= 0) & (index < experts)
+
+
 def kept_by_capacity(index_NK: Tensor, weights_NK: Tensor, experts: int, capacity: Capacity) -> Tensor:
     """Which choices are kept, as booleans (N, K), of all tokens of a microbatch.
 
@@ -47,7 +52,8 @@ def kept_by_capacity(index_NK: Tensor, weights_NK: Tensor, experts: int, capacit
     """
     tokens, top_k = index_NK.shape
     limit = limit_of(tokens, top_k, experts, capacity.factor)
-    index = index_NK.reshape(-1)
+    # What is nobody's waits in a queue of its own.
+    index = index_NK.masked_fill(~is_of_somebody(index_NK, experts), experts).reshape(-1)
     if capacity.drop == "probability":
         by_weight = weights_NK.detach().reshape(-1).argsort(descending=True, stable=True)
         order = by_weight[index[by_weight].argsort(stable=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from lightning_5d.expert_parallel.dispatch import Capacity, kept_by_capacity, through_experts
+from lightning_5d.expert_parallel.dispatch import Capacity, is_of_somebody, kept_by_capacity, through_experts
 from lightning_5d.expert_parallel.exchange import TokenExchange
+from lightning_5d.expert_parallel.experts import compute_experts
 from lightning_5d.expert_parallel.found import Compute, FoundExperts
 from lightning_5d.expert_parallel.load import LayerLoad
 from lightning_5d.expert_parallel.row_ranks import RowRanks
@@ -69,23 +71,30 @@ class ExpertDoor(AroundForward):
         self._has_parts, self._capacity, self._number = has_parts, capacity, number
         self._whole: Mapping[str, Tensor] | None = None
         self._names = tuple(inspect.signature(self.original).parameters)
+        # The block of this package leaves nothing to nobody, and its experts raise at what is none.
+        self._may_choose_none = layer.compute is not compute_experts
         layer.module.__dict__["forward"] = self
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the experts' own forward: ``(hidden_ND, index_NK, weights_NK) -> (N, D)``."""
-        hidden, index, weights = (*args, *(kwargs[name] for name in self._names[len(args) : 3]))
-        index_NK, weights_NK = index.reshape(-1, index.shape[-1]), weights.reshape(-1, weights.shape[-1])
+        given = (*args, *(kwargs.get(name) for name in self._names[len(args) : 3]))
+        if self._exchange is None and not self._has_parts and self._capacity is None:
+            self._look(*given)
+            device = given[0].device if isinstance(given[0], Tensor) else torch.device("cpu")
+            if (blanked := self._without_padding(*given)) is not None:
+                args, kwargs = blanked, {}
+            with self._own_numbers(device):
+                out: Tensor = self.run(*args, **kwargs)
+            return out
+        hidden, index, weights = given
+        index_NK, weights_NK = self._choices(hidden, index, weights)
         real_N, kept_NK = self._ranks.real(len(index_NK)), None
         if self._capacity is not None:
             whole = self._ranks.choices(index_NK, weights_NK)
             kept_NK = self._ranks.part(kept_by_capacity(*whole, self.layer.count, self._capacity))
         if self._load.counting and self._ranks.is_first:
             self._load.add_choices(index_NK, real_N, kept_NK)
-        if self._exchange is None and not self._has_parts and kept_NK is None:
-            with self._own_numbers(hidden.device):
-                out: Tensor = self.run(*args, **kwargs)
-            return out
         is_cut = self._ranks.is_cut
         if real_N is not None and kept_NK is None and not (is_cut and self._has_parts):
             # Padding has somewhere to go as well, and nobody misses it. Not where other ranks, which may have none, get this rank's choices.
@@ -106,8 +115,57 @@ class ExpertDoor(AroundForward):
         # Not a view of itself: FSDP2, whose group the experts may be, warns of views.
         return out if out.shape == hidden.shape else out.view_as(hidden)
 
+    def _look(self, hidden: Any, index: Any, *_: Any) -> None:
+        """Counts choices of experts that compute by themselves, and may be called with anything."""
+        if not (self._load.counting and self._ranks.is_first):
+            return
+        if isinstance(hidden, Tensor) and isinstance(index, Tensor) and _are_choices(hidden, index):
+            index_NK = _by_row(hidden, index)
+            self._load.add_choices(index_NK, self._ranks.real(len(index_NK)))
+
+    def _without_padding(self, hidden: Any, index: Any, weights: Any) -> tuple[Tensor, Any, Tensor] | None:
+        """What experts that compute by themselves get, with tokens of zeros for padding; ``None`` where there is none.
+
+        Padding may hold anything, and zero times that is a gradient of weights.
+        """
+        if not all(isinstance(x, Tensor) for x in (hidden, index, weights)) or not _are_choices(hidden, index):
+            return None
+        real_N = self._ranks.real(math.prod(hidden.shape[:-1]))
+        if real_N is None or weights.numel() != index.numel():
+            return None
+        blank = [
+            torch.where(real_N.view(*x.shape[:-1], 1), x, 0) for x in (hidden, weights.view(*hidden.shape[:-1], -1))
+        ]
+        return blank[0], index, blank[1].view_as(weights)
+
+    def _choices(self, hidden: Any, index: Any, weights: Any) -> tuple[Tensor, Tensor]:
+        """The experts of each row and their weights, both (N, K); a router of one expert per token may leave K out.
+
+        Raises:
+            TypeError: If something is no tensor.
+            ValueError: If the experts of rows are no whole numbers, or there are not as many of anything as rows.
+        """
+        called = f"{self.layer.name}({', '.join(self._names[:3])})"
+        if not all(isinstance(x, Tensor) for x in (hidden, index, weights)):
+            kinds = ", ".join(type(x).__name__ for x in (hidden, index, weights))
+            raise TypeError(f"{called} got {kinds}: experts that are spread over ranks take three tensors.")
+        if not _are_choices(hidden, index) or weights.numel() != index.numel():
+            got = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in (hidden, index, weights))
+            raise ValueError(
+                f"{called} got {got}: experts that are spread over ranks take rows (N, D), K experts of each (N, K) as whole numbers, and as many"
+                " weights (N, K)."
+            )
+        index_NK = _by_row(hidden, index)
+        return index_NK, weights.reshape(index_NK.shape)
+
     def _through(self, hidden: Tensor, index: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
         compute, exchange = partial(self._compute, self.layer.compute), self._exchange
+        if self._may_choose_none:
+            with hidden_operations():
+                chosen = is_of_somebody(index, self.layer.count)
+                if not bool(chosen.all()):
+                    kept = chosen if kept is None else kept & chosen
+                    index = index.clamp(0, self.layer.count - 1)
         if self._whole is None:
             try:
                 return through_experts(hidden, index, weights, self.layer.count, compute, exchange, kept, self._number)
@@ -167,3 +225,14 @@ class ExpertDoor(AroundForward):
     def __getstate__(self) -> dict[str, Any]:
         # A pickled copy can be looked at, and not be run.
         return {"module": self.module, "previous": self.previous}
+
+
+def _are_choices(hidden: Tensor, index: Tensor) -> bool:
+    """Whether these can be the experts of rows: some for each, as whole numbers."""
+    if index.is_floating_point() or index.dtype == torch.bool or hidden.ndim < 2:
+        return False
+    return index.shape == hidden.shape[:-1] or index.shape[:-1].numel() == hidden.shape[:-1].numel()
+
+
+def _by_row(hidden: Tensor, index: Tensor) -> Tensor:
+    return index.reshape(-1, 1 if index.shape == hidden.shape[:-1] else index.shape[-1])

@@ -6,7 +6,7 @@ Shape suffixes: N tokens, D hidden size, I width inside an expert, E experts, M 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,13 @@ class Experts(nn.Module):
         """What a person sees of it."""
         experts, double, hidden = self.gate_up_proj.shape
         return f"{experts} experts, {hidden}, {double // 2}"
+
+
+def is_plain(module: nn.Module) -> TypeGuard[Experts]:
+    """Whether a module is such a one as it was made: with its own forward, and its own weights."""
+    if not isinstance(module, Experts) or type(module).forward is not Experts.forward:
+        return False
+    return sorted(name for name, _ in module.named_parameters()) == ["down_proj", "gate_up_proj"]
 
 
 def described(name: str, module: Experts) -> FoundExperts:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_5d.expert_parallel.dispatch import is_of_somebody
 from lightning_5d.hidden_operations import hidden_operations
 from lightning_5d.repeated_runs import is_repeated
 
@@ -23,20 +24,22 @@ if TYPE_CHECKING:
 def choices_per_expert(index_NK: Tensor, experts: int, counted: Tensor | None = None) -> Tensor:
     """How often each expert is chosen, (E,) integers on the device of the indices, which is not waited for.
 
+    Choices of experts that there are not count nowhere.
+
     Args:
         index_NK: The experts of each token.
         experts: E.
         counted: Of which tokens (N,), or of which choices (N, K), as booleans; all if ``None``.
     """
-    chosen = index_NK.flatten()
-    ones = None
+    chosen = index_NK.flatten().long()
+    ones = is_of_somebody(chosen, experts)
     if counted is not None:
-        ones = (counted if counted.ndim == index_NK.ndim else counted.unsqueeze(-1)).expand_as(index_NK).flatten()
+        ones &= (counted if counted.ndim == index_NK.ndim else counted.unsqueeze(-1)).expand_as(index_NK).flatten()
     if chosen.device.type == "cpu":
-        return torch.bincount(chosen if ones is None else chosen[ones], minlength=experts)
+        return torch.bincount(chosen[ones], minlength=experts)
     # On a device `bincount` looks at its input before it makes its result.
-    ones = torch.ones_like(chosen) if ones is None else ones.to(chosen.dtype)
-    return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(0, chosen, ones)
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, chosen.clamp(0, experts - 1), ones.long())
 
 
 class LayerLoad:

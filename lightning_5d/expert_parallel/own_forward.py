@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_5d.expert_parallel.dispatch import through_experts
 from lightning_5d.expert_parallel.found import FoundExperts
 from lightning_5d.parallelism import Problem
 
@@ -43,9 +45,9 @@ def described(name: str, module: nn.Module, top_k: int | None) -> FoundExperts |
     return FoundExperts(name, module, count, top_k, tuple(own), how, may_draw=True)
 
 
-def is_used(found: FoundExperts) -> bool:
-    """Whether it is the module's own forward that computes."""
-    return found.compute is compute
+def is_anybodys(found: FoundExperts) -> bool:
+    """Whether a module is one that `described` knows."""
+    return found.compute in (compute, _by_method)
 
 
 def compute(module: nn.Module, rows_SD: Tensor, counts_M: Tensor) -> Tensor:
@@ -68,7 +70,10 @@ def compute(module: nn.Module, rows_SD: Tensor, counts_M: Tensor) -> Tensor:
 
 
 def disagreement(found: FoundExperts) -> Problem | None:
-    """What is wrong if a module's forward makes something else of rows when it has half of its experts; nothing without values."""
+    """What is wrong with a module that cannot be computed as this package does; nothing without values.
+
+    Its forward has to make the same of rows when it has half of its experts, and the weighted sum of that of rows with several experts.
+    """
     module, own = found.module, dict(found.module.named_parameters())
     if found.count < 2 or any(parameter.is_meta for parameter in own.values()):
         return None
@@ -88,23 +93,58 @@ def disagreement(found: FoundExperts) -> Problem | None:
     half = found.count // 2
     split = int(counts[:half].sum())
     with _quiet(module):
-        whole = compute(module, rows, counts)
-        parts = torch.cat(
-            [_part(found, rows[:split], counts[:half], 0), _part(found, rows[split:], counts[half:], half)]
-        )
+        try:
+            whole = found.compute(module, rows, counts)
+            halves = (rows[:split], counts[:half], 0), (rows[split:], counts[half:], half)
+            parts = torch.cat([_part(found, *part) for part in halves])
+        except Exception as error:  # anybody's code
+            return Problem(
+                f"{what}its forward does not run with rows of one expert each ({type(error).__name__}: {error}).", fix
+            )
         rounding = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 3e-2
-        if torch.allclose(whole, parts, rounding, rounding * float(whole.abs().max())):
-            return None
+        if not torch.allclose(whole, parts, rounding, rounding * float(whole.abs().max())):
+            return Problem(
+                f"{what}with half of its {found.count} experts its forward computes other values for the same rows.",
+                fix,
+            )
+        difference = _of_the_sum(found, rows, rounding)
+    if difference is None:
+        return None
     return Problem(
-        f"{what}with half of its {found.count} experts its forward computes other values for the same rows.", fix
+        f"{what}{difference}.",
+        "Let forward(hidden, index, weights) return, for each row, the sum of weights[:, k] times what expert index[:, k] makes of it, and leave"
+        " everything else (scaled inputs, normalised weights, a residual, auxiliary outputs) to the code around it.",
+    )
+
+
+def _of_the_sum(found: FoundExperts, rows: Tensor, rounding: float) -> str | None:
+    """What a forward makes of choices with weights, if it is not the weighted sum of what experts make of rows."""
+    generator = torch.Generator().manual_seed(1)
+    error: Exception | None = None
+    for choices in dict.fromkeys((min(found.top_k or 2, found.count), 1)):
+        index = (torch.arange(len(rows))[:, None] + torch.arange(choices)) % found.count
+        index = index.to(rows.device)
+        weights = (0.25 + 0.5 * torch.rand(index.shape, generator=generator)).to(rows.device, rows.dtype)
+        try:
+            theirs = type(found.module).forward(found.module, rows, index, weights)
+        except Exception as raised:
+            error = raised
+            continue
+        if not isinstance(theirs, Tensor) or theirs.shape != rows.shape:
+            returned = tuple(theirs.shape) if isinstance(theirs, Tensor) else f"a {type(theirs).__name__}"
+            return f"of rows {tuple(rows.shape)} its forward returns {returned}"
+        ours = through_experts(rows, index, weights, found.count, partial(found.compute, found.module))
+        if torch.allclose(theirs, ours, rounding, rounding * float(ours.abs().max())):
+            return None
+        return "its forward does not return the sum of what its experts make of a row, each times its weight"
+    return (
+        f"its forward does not run with rows, the experts of each and their weights ({type(error).__name__}: {error})"
     )
 
 
 def _part(found: FoundExperts, rows: Tensor, counts: Tensor, first: int) -> Tensor:
     weights = {key: p.detach()[first : first + len(counts)] for key, p in found.module.named_parameters()}
-    out: Tensor = functional_call(
-        _Computing(found.module), {f"module.{key}": w for key, w in weights.items()}, (rows, counts)
-    )
+    out: Tensor = functional_call(_Computing(found), {f"module.{key}": w for key, w in weights.items()}, (rows, counts))
     return out
 
 
@@ -115,9 +155,10 @@ def _runs(found: FoundExperts, width: int) -> bool:
     rows = weight.detach().new_zeros(_ROWS, width)
     try:
         with _quiet(found.module):
-            return _part(found, rows, counts, 0).shape == rows.shape
-    except (RuntimeError, IndexError, ValueError):
+            part = _part(found, rows, counts, 0)
+    except Exception:  # anybody's code
         return False
+    return isinstance(part, Tensor) and part.shape == rows.shape
 
 
 def _widths(own: Mapping[str, Tensor]) -> list[int]:
@@ -125,12 +166,12 @@ def _widths(own: Mapping[str, Tensor]) -> list[int]:
 
 
 class _Computing(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, found: FoundExperts) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.compute = found.module, found.compute
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return compute(self.module, rows, counts)
+        return self.compute(self.module, rows, counts)
 
 
 class _TakesPart(torch.autograd.Function):

@@ -176,7 +176,8 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, pieces: Pieces) -> Tensor:
         ctx.pieces = pieces
         joined = pieces.axis.gather(_padded(rows, pieces), 0)
-        return joined[: pieces.whole]
+        # Not a view: FSDP2, whose group the experts may be, would lose its hook if somebody added to it in place.
+        return joined if len(joined) == pieces.whole else joined[: pieces.whole].clone()
 
     @staticmethod
     @first_derivatives

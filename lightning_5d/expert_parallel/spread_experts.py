@@ -27,6 +27,7 @@ from lightning_5d.expert_parallel.report import ExpertPlaces, describe_experts
 from lightning_5d.expert_parallel.router_losses import RouterLosses
 from lightning_5d.expert_parallel.row_ranks import RowRanks
 from lightning_5d.expert_parallel.survey import found_experts
+from lightning_5d.expert_parallel.weight_uses import ExpertWeightUses
 from lightning_5d.mesh import GRADIENT_AXES, ExpertView, ParallelMesh
 from lightning_5d.parallelism import Parallelized, Part, Problem, StoredForm
 from lightning_5d.tensor_parallel.axis import TensorAxis, open_axis
@@ -64,9 +65,12 @@ class SpreadExperts(Parallelized):
         self._losses: RouterLosses | None = None
         self._owed: OwedBackward | None = None
         self._waiting: dist.ProcessGroup | None = None
+        self._uses: ExpertWeightUses | None = None
+        self._stage = 0
         if plugin.size > 1 or plugin.tensor > 1:
             self._view = mesh.expert_view(plugin.size, plugin.tensor)
             self._weights = ExpertWeights(self._here, self._view, mesh)
+            self._uses = ExpertWeightUses(module, self._here, plugin.size * plugin.tensor)
         if plugin.size > 1 and self._view is not None:
             self._exchange = open_exchange(self._view.device_mesh.get_group("ep"), mesh.device)
             self._exchange.layers = [layer.name for layer in layers]
@@ -125,13 +129,15 @@ class SpreadExperts(Parallelized):
 
     @override
     def call(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._owed is None:
-            return super().call(step, args, kwargs)
-        self._owed.clear()
-        try:
-            return super().call(step, args, kwargs)
-        finally:
-            self._owed.clear()
+        with ExitStack() as stack:
+            if self._owed is not None:
+                self._owed.clear()
+                stack.callback(self._owed.clear)
+            if self._uses is not None:
+                trainer = getattr(self._module, "_trainer", None)
+                kind = "" if trainer is None or trainer.state.stage is None else trainer.state.stage.value
+                stack.enter_context(self._uses.watching(f"{kind} {self._stage}"))
+            return step(*args, **kwargs)
 
     @override
     def owed(self) -> Sequence[Tensor]:
@@ -156,6 +162,10 @@ class SpreadExperts(Parallelized):
     @override
     def step_context(self) -> AbstractContextManager[None]:
         return super().step_context() if self._losses is None else self._losses.step()
+
+    @override
+    def part_begins(self, stage: int) -> None:
+        self._stage = stage
 
     @override
     def begin_microbatch(self, *, last: bool) -> None:

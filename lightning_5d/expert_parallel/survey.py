@@ -23,7 +23,7 @@ _TOP_K = (
 
 
 # [Note: what counts as experts]
-# 1. Those of the reference decoder, `lightning_5d.expert_parallel.experts.Experts`; and a module with a method ``compute_sorted(rows_SD,
+# 1. Those of the reference decoder, `lightning_5d.expert_parallel.experts.Experts` (not one with another forward); and a module with a method ``compute_sorted(rows_SD,
 #    counts_M)``: the person who wrote it says so, and computes by that. All parameters have the experts as their first dimension.
 # 2. What transformers' decorator has made, see `hugging_face`.
 # 3. A module named ``experts``, or of a class named ``…Experts`` (not shared ones, which all tokens go through), whose forward takes three tensors and whose weights are stacked. Its own
@@ -40,7 +40,7 @@ def near_misses(root: nn.Module) -> list[Problem]:
     for each in _surveyed(root):
         if isinstance(each, Problem):
             problems.append(each)
-        elif own_forward.is_used(each) and (problem := own_forward.disagreement(each)) is not None:
+        elif own_forward.is_anybodys(each) and (problem := own_forward.disagreement(each)) is not None:
             problems.append(problem)
     return problems
 
@@ -61,7 +61,7 @@ def _looked_at(root: nn.Module, name: str, module: nn.Module) -> FoundExperts | 
     last = name.rpartition(".")[2]
     called = type(module).__name__
     found: FoundExperts | str
-    if isinstance(module, experts.Experts):
+    if experts.is_plain(module):
         found = experts.described(name, module)
     elif callable(getattr(module, "compute_sorted", None)):
         found = own_forward.described(name, module, _top_k(root, name, module))

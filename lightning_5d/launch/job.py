@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import _TunerExitException  # private; checked with lightning 2.6.6
 
 from lightning_5d.communication import destroy_process_groups
 from lightning_5d.launch.environment import variables
@@ -72,6 +73,9 @@ class Job:
             try:
                 with ended_when_stuck(noticed):
                     result = function()
+            except _TunerExitException:  # how the tuner's runs end that have gone well
+                self.supervisor.stop()
+                raise
             except BaseException as error:
                 self.failed = True
                 raised = self.supervisor.report(error)

@@ -31,6 +31,7 @@ _GUARDS = (
         str(Path(__file__).parents[1] / "context_parallel" / name)
         for name in ("redirect.py", "first_step.py", "token_dims.py", "place.py", "doors.py")
     )
+    + (str(Path(__file__).parents[1] / "expert_parallel" / "weight_uses.py"),)
     + (str(Path(__file__).parents[1] / "replaced_forward.py"),)
 )
 _TORCH = str(Path(torch.__file__).parent)

@@ -36,6 +36,16 @@ class Weight:
     inside: frozenset[str]
 
 
+def used_parameters(func: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Iterator[nn.Parameter]:
+    """The parameters whose values an operation has computed with; not those that it has only written to or taken the size of."""
+    name = getattr(func, "__name__", "")
+    if name in OF_SHAPE or (name.endswith("_") and not name.endswith("__")) or func in _TAKEN_OFF:
+        return
+    for leaf in tree_leaves(args[:1] if name in _OF_THE_FIRST else (args, kwargs)):
+        if isinstance(leaf, nn.Parameter) and any(isinstance(value, Tensor) for value in tree_leaves(output)):
+            yield leaf
+
+
 class WeightUses:
     """Looks at which weights operations take.
 
@@ -57,20 +67,13 @@ class WeightUses:
         Raises:
             MisconfigurationException: If it has used a weight where it may not.
         """
-        name = getattr(func, "__name__", "")
-        if name in OF_SHAPE or (name.endswith("_") and not name.endswith("__")) or func in _TAKEN_OFF:
-            return
-        for leaf in tree_leaves(args[:1] if name in _OF_THE_FIRST else (args, kwargs)):
-            if not isinstance(leaf, nn.Parameter):
-                continue
-            weight = self._weight(leaf)
+        for parameter in used_parameters(func, args, kwargs, output):
+            weight = self._weight(parameter)
             if weight is None or not weight.inside.isdisjoint(running.names):
                 continue
-            if not any(isinstance(value, Tensor) for value in tree_leaves(output)):
-                continue  # its size, its dtype
             line = calling_line()
             if line is not None:
-                raise MisconfigurationException(self._message(weight, name, running, line))
+                raise MisconfigurationException(self._message(weight, getattr(func, "__name__", ""), running, line))
 
     def _weight(self, parameter: Tensor) -> Weight | None:
         found = self._known.get(id(parameter))

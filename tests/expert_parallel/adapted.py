@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_5d.models import LanguageModel
 from tests.expert_parallel.hugging_face_models import BALANCED

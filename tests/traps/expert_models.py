@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.tensor_parallel.parity import whole
-from tests.traps.noted import Noted
 from tests.traps.test_pipeline import Stepping
 
 WIDTH, VOCABULARY = 8, 7
@@ -86,6 +85,21 @@ class Tokens(L.LightningDataModule):
         return DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
 
 
+class Dropping(nn.Dropout):
+    """Keeps its masks as tensors: none of their numbers is taken out of torch where ranks have parts of sequences."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__(p)
+        self.drawn: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        mask = super().forward(torch.ones_like(x))
+        self.drawn.append(mask.detach().clone())
+        return x * mask
+
+
 class DroppingExperts(nn.Module):
     """A loop over stacked weights, with dropout inside of each."""
 
@@ -94,7 +108,7 @@ class DroppingExperts(nn.Module):
         self.num_experts = experts
         self.up = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) * 0.3)
         self.down = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) * 0.3)
-        self.inside = Noted(dropout)
+        self.inside = Dropping(dropout)
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
@@ -113,13 +127,12 @@ class Jittered(nn.Module):
         super().__init__()
         self.top_k, self.noise = 2, noise
         self.weight = nn.Parameter(torch.randn(experts, WIDTH))
-        self.drawn: list[tuple[float, ...]] | None = []
+        self.drawn: list[Tensor] = []
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.noise and self.training:
             jitter = torch.empty_like(x).uniform_(1.0 - self.noise, 1.0 + self.noise)
-            if self.drawn is not None:
-                self.drawn.append(tuple(jitter.flatten().tolist()))
+            self.drawn.append(jitter.detach().clone())
             x = x * jitter
         weights, index = F.linear(x, self.weight).softmax(-1).topk(self.top_k, -1)
         return index, weights
@@ -148,7 +161,7 @@ class Block(nn.Module):
     def __init__(self, dropout: float, noise: float) -> None:
         super().__init__()
         self.norm, self.mlp, self.moe = nn.LayerNorm(WIDTH), MLP(), Sparse(dropout, noise)
-        self.residual = Noted(dropout)
+        self.residual = Dropping(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mlp(x)
@@ -160,16 +173,11 @@ class Drawing(L.LightningModule):
 
     plan = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
 
-    def __init__(self, dropout: float = 0.5, noise: float = 0.1, noted: bool = True) -> None:
+    def __init__(self, dropout: float = 0.5, noise: float = 0.1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout, noise) for _ in range(2))
-        if not noted:  # nothing may be taken out of torch where sequences are cut
-            for block in self.blocks:
-                block.residual = nn.Dropout(dropout)
-                block.moe.experts.inside = nn.Dropout(dropout)
-                block.moe.gate.drawn = None
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.gradients: list[Any] = []
         self.read: list[list[int]] = []
@@ -188,9 +196,8 @@ class Drawing(L.LightningModule):
 
     def drawn(self) -> dict[str, list[Any]]:
         """What was drawn, by place."""
-        inside = {n: [mask for mask in m.masks if mask] for n, m in self.named_modules() if isinstance(m, Noted)}
-        noise = {n: m.drawn for n, m in self.named_modules() if isinstance(m, Jittered) and m.drawn is not None}
-        return inside | noise
+        found = {n: m.drawn for n, m in self.named_modules() if isinstance(m, Dropping | Jittered)}
+        return {name: [tuple(each.flatten().tolist()) for each in drawn] for name, drawn in found.items()}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

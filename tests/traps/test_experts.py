@@ -1,17 +1,16 @@
 """Section J, and what of the others is about experts, in a real Trainer whose ranks hold different ones."""
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_5d import (
     ContextParallel,
@@ -26,12 +25,13 @@ from lightning_5d.expert_parallel.bias import balance_by_bias
 from lightning_5d.expert_parallel.routing import TopKRouter
 from lightning_5d.loss_scaling import LossScaling
 from lightning_5d.models import LanguageModel
+from tests.expert_parallel.routed import Block, Routed
 from tests.pipeline_parallel.recorded import Record
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, apart, decoder, fit, whole
 from tests.trainers import quiet
-from tests.traps.expert_models import Drawing, Numbered, Sloped, Tokens
-from tests.traps.replicas import TRAINER, one_and_same
+from tests.traps.expert_models import Sloped, Tokens
+from tests.traps.replicas import TRAINER
 
 EP2, EP4 = ExpertParallel(2), ExpertParallel(4)
 INF = float("inf")
@@ -202,19 +202,19 @@ def _pushed(rank: int, stages: list[int]) -> list[Any]:
     found = []
     for stage in stages:
         module = _pushed_model()
-        run = fit(rank, lambda module=module: module, _dealt, partial(FiveD, EP2, ZeRO(stage=stage)), devices=4)
+        run = fit(rank, lambda module=module: module, dealt, partial(FiveD, EP2, ZeRO(stage=stage)), devices=4)
         found.append((run, module.missing))
     return found
 
 
-def _dealt(rows: int = 24, batch: int = 8, tokens: int = TOKENS) -> Dealt:
+def dealt(rows: int = 24, batch: int = 8, tokens: int = TOKENS) -> Dealt:
     return Dealt(Rows(rows, tokens), batch)
 
 
 def test_52_experts_without_any_token_take_part_and_have_zeros_for_gradients(ranks: RankPool) -> None:
     stages = [1, 3]
     found = ranks(4, _pushed, stages, **SEPARATE)
-    expected = fit(0, _pushed_model, _dealt, None)
+    expected = fit(0, _pushed_model, dealt, None)
     for number in range(len(stages)):
         assert [missing for _, missing in (each[number] for each in found)] == [[]] * 4
         runs = [each[number][0] for each in found]
@@ -322,12 +322,12 @@ def _grouped_model(seed: int = 0) -> LanguageModel:
     return module
 
 
-def _run(strategy: Any, path: Path | None, save: Path | None) -> dict[str, Any]:
-    trainer = quiet(
-        strategy=strategy, max_epochs=1 if save else 2, use_distributed_sampler=False, devices=_world(strategy)
-    )
+def _run(strategy: Any, path: Path | None, save: Path | None, **flags: Any) -> dict[str, Any]:
+    devices = 4 if isinstance(strategy, FiveD) else 1
+    epochs = 1 if save else 2
+    trainer = quiet(strategy=strategy, max_epochs=epochs, use_distributed_sampler=False, devices=devices, **flags)
     module = _grouped_model(seed=0 if path is None else 5)
-    trainer.fit(module, datamodule=_dealt(16, 8), ckpt_path=path)
+    trainer.fit(module, datamodule=dealt(16, 8), ckpt_path=path)
     if save:
         trainer.save_checkpoint(save)
     found: dict[str, Any] = {"losses": module.losses_seen, "lr": [g["lr"] for g in trainer.optimizers[0].param_groups]}
@@ -341,13 +341,17 @@ def _run(strategy: Any, path: Path | None, save: Path | None) -> dict[str, Any]:
     return found
 
 
-def _world(strategy: Any) -> int:
-    return 4 if isinstance(strategy, FiveD) else 1
+def _scaled(name: str, path: Path | None, save: Path | None) -> tuple[float, int]:
+    precision = FiveDPrecision("16-mixed", loss_scaling=LossScaling(1024.0, growth_interval=4))
+    _run(FiveD(*RESUMED[name]), path, save, plugins=precision)
+    scaler: Any = precision.scaler
+    return scaler.scale, scaler.growth_tracker
 
 
-def _saved(rank: int, folder: str) -> None:
+def _saved(rank: int, folder: str) -> Any:
     for name in RESUMED:
         _run(FiveD(*RESUMED[name]), None, Path(folder) / f"{name}.ckpt")
+    return _scaled("ep=2", None, Path(folder) / "scaled.ckpt")
 
 
 def _resumed(rank: int, folder: str) -> dict[str, Any]:
@@ -356,19 +360,21 @@ def _resumed(rank: int, folder: str) -> dict[str, Any]:
     for number, name in enumerate(names):  # around the ring: each goes on with what another one has saved
         found[name] = _run(FiveD(*RESUMED[name]), Path(folder) / f"{names[number - 1]}.ckpt", None)
     found["from one process"] = _run(FiveD(*RESUMED["ep=2"]), Path(folder) / "alone.ckpt", None)
+    found["scaled"] = _scaled("ep=4, ZeRO 3", Path(folder) / "scaled.ckpt", None)
     return found
 
 
-def test_65_68_70_73_a_run_resumes_under_any_other_layout_of_experts_with_all_its_state(
+def test_10_65_68_70_73_a_run_resumes_under_any_other_layout_of_experts_with_all_its_state(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     _run("auto", None, tmp_path / "alone.ckpt")
-    ranks(4, _saved, str(tmp_path), **SEPARATE)
+    assert ranks(4, _saved, str(tmp_path), **SEPARATE) == [(1024.0, 2)] * 4
     expected = _run("auto", tmp_path / "alone.ckpt", None)
     start = _grouped_model()
     frozen = "decoder.layers.1.mlp.experts.down_proj"
     assert len(expected["state"]) == len([p for p in start.parameters() if p.requires_grad])
     found = ranks(4, _resumed, str(tmp_path), **SEPARATE)
+    assert [each.pop("scaled") for each in found] == [(2048.0, 0)] * 4
     found[0]["alone"] = _run("auto", tmp_path / "tp=2, ep=4.ckpt", None)
     for name, run in found[0].items():
         assert run["lr"] == expected["lr"] == pytest.approx([0.005, 0.0025, 0.0025]), name
@@ -380,133 +386,35 @@ def test_65_68_70_73_a_run_resumes_under_any_other_layout_of_experts_with_all_it
         torch.testing.assert_close(run["weights"][frozen], start.get_parameter(frozen).detach(), rtol=0, atol=0)
 
 
-DRAWN: dict[str, tuple[Any, ...]] = {
-    "dp=2, tp=2": (TensorParallel(2, plan=Drawing.plan), ZeRO(stage=1)),
-    "tp=2, ep=4": (EP4, TensorParallel(2, plan=Drawing.plan), ZeRO(stage=1)),
-    "tp=2, sp, ep=4": (EP4, TensorParallel(2, sequence_parallel=True, plan=Drawing.plan)),
-    "cp=2, ep=4": (EP4, ContextParallel(2), ZeRO(stage=2)),
-    "ep=2, ZeRO 3": (EP2, ZeRO(stage=3)),
-}
-"""Layouts of four ranks: neighbours are of one data rank where there are others."""
+class Unit(Block):
+    """Its experts get directions; that of padding, which is zeros, is not a number."""
+
+    def body(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        index, weights = self.gate(rows)
+        return x + self.experts(rows / rows.norm(dim=-1, keepdim=True), index, weights).view_as(x)
 
 
-def _drawn(rank: int) -> dict[str, Any]:
-    found = {}
-    for name, plugins in DRAWN.items():
-        for checkpointing in (None, "full"):
-            L.seed_everything(3, verbose=False)
-            module = Drawing(noted="cp" not in name)
-            strategy = FiveD(*plugins, activation_checkpointing=checkpointing)
-            quiet(strategy=strategy, devices=4).fit(module, datamodule=Dealt(Rows(16, 6, 7), 8))
-            found[name, checkpointing] = (module.drawn(), module.gradients)
-    return found
-
-
-def _of(drawn: dict[str, list[Any]], *places: str) -> list[Any]:
-    return [each for name, masks in drawn.items() if name.endswith(places) for each in masks]
-
-
-def test_31_32_experts_draw_as_their_rows_lie_on_ranks_and_the_same_again_in_backward(ranks: RankPool) -> None:
-    found = ranks(4, _drawn, **TRAINER)
-    for name in DRAWN:
-        drawn = [each[name, None][0] for each in found]
-        pairs = [(0, 1), (2, 3)] if "tp" in name or "cp" in name else []
-        outside = {0: ["gate", "residual"], 1: ["experts.inside"]}[0]
-        for one, other in pairs:
-            same = _of(drawn[one], *outside) == _of(drawn[other], *outside)
-            # The same rows on both: the same noise, and the same dropout behind experts.
-            assert same == ("cp" not in name and "sp" not in name), name
-            same = _of(drawn[one], "experts.inside") == _of(drawn[other], "experts.inside")
-            assert same == ("ep" not in name), name
-        # Long masks, which do not agree by chance: of all ranks, layers and steps that have rows of their own.
-        apart_ranks = drawn if "cp" in name or "sp" in name or not pairs else drawn[::2]
-        for ranks_, places in ((apart_ranks, outside), (drawn if "ep" in name else drawn[::2], ["experts.inside"])):
-            every = [each for one in ranks_ for each in _of(one, *places) if len(each) >= 24]
-            assert len(every) > 8
-            assert len(set(every)) == len(every), (name, places)
-        for each in found:
-            torch.testing.assert_close(each[name, "full"][1], each[name, None][1], rtol=1e-6, atol=1e-7, msg=name)
-
-
-def _started(rank: int) -> dict[str, Any]:
-    found = {}
-    for how in ("own seeds", "meta"):
-        for name in ("ep=4, ZeRO 3", "tp=2, ep=4", "parts of experts", "pp=2", "no ep"):
-            torch.manual_seed(1000 + rank)
-            trainer = quiet(strategy=FiveD(*RESUMED[name]), devices=4, limit_train_batches=0)
-            if how == "meta":
-                with trainer.init_module(empty_init=True):
-                    module = mixture(tie_embeddings=True)()
-                assert all(p.is_meta for p in module.parameters())
-            else:
-                module = mixture(tie_embeddings=True)()
-                with torch.no_grad():
-                    for p in module.parameters():
-                        p.add_(float(rank))
-            trainer.fit(module, datamodule=_dealt())
-            found[how, name] = whole(trainer, dict(module.named_parameters()))
-            decoder_ = module.decoder
-            found[how, name, "tied"] = "pp" in name or decoder_.lm_head.weight is decoder_.embed_tokens.weight
-    return found
-
-
-def test_28_29_34_every_layout_of_experts_starts_with_the_same_weights_on_all_ranks(ranks: RankPool) -> None:
-    found = ranks(4, _started, env={"PL_GLOBAL_SEED": "7"}, **TRAINER)
-    first = found[0]
-    for (how, name, *tied), weights in first.items():
-        if tied:
-            assert all(each[how, name, "tied"] for each in found)
-        elif how == "meta":
-            torch.testing.assert_close(weights, first["meta", "no ep"], rtol=0, atol=0, msg=name)
-        else:
-            expected = dict(mixture(tie_embeddings=True)().named_parameters())
-            torch.testing.assert_close(weights, {n: p.detach() for n, p in expected.items()}, rtol=0, atol=0, msg=name)
-    experts = [w for name, w in first["meta", "no ep"].items() if name.endswith("gate_up_proj")]
-    every = [expert for layer in experts for expert in layer]
-    assert len(every) == 8
-    assert not any(torch.equal(one, other) for i, one in enumerate(every) for other in every[:i])
-
-
-class Reading(Drawing):
-    """Notes the numbers of the rows that it reads."""
-
+class Units(Routed):
     def __init__(self) -> None:
-        super().__init__(dropout=0.0, noise=0.0)
-        self.epochs: list[list[int]] = []
+        super().__init__((4, 4), lr=0.1)
+        for layer in self.layers:
+            layer.__class__ = Unit
 
-    def on_train_epoch_start(self) -> None:
-        self.epochs.append([])
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.epochs[-1] += batch[:, 0].tolist()
-        return self(batch % 7).float().logsumexp(-1).mean()
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
-class Stream(IterableDataset[Tensor]):
-    """As many rows as a rank's number says."""
-
-    def __init__(self, counts: list[int]) -> None:
-        self.counts = counts
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.zeros(self.counts[torch.distributed.get_rank()], 6, dtype=torch.long))
+def _units(rank: int) -> Any:
+    return [
+        fit(rank, Units, dealt, partial(FiveD, *experts, ContextParallel(2)), devices=4) for experts in ((EP4,), ())
+    ]
 
 
-def _read(rank: int) -> Any:
-    numbered, streamed = Reading(), Reading()
-    plugins = (EP4, TensorParallel(2, plan=Drawing.plan), ZeRO(stage=1))
-    quiet(strategy=FiveD(*plugins), devices=4, max_epochs=2).fit(numbered, datamodule=Numbered(16, 2))
-    trainer = quiet(strategy=FiveD(EP2, ZeRO(stage=3)), devices=4)
-    trainer.fit(streamed, DataLoader(Stream([4, 2, 3, 5]), batch_size=1))
-    return numbered.epochs, trainer.global_step
-
-
-def test_76_77_ranks_with_other_experts_read_other_samples_and_end_together(ranks: RankPool) -> None:
-    found = ranks(4, _read, **TRAINER)
-    epochs = [each[0] for each in found]
-    assert epochs[0] == epochs[1]
-    assert epochs[2] == epochs[3]
-    for epoch in range(2):
-        assert sorted(epochs[0][epoch] + epochs[2][epoch]) == list(range(16))
-    assert epochs[0][0] != epochs[0][1]
-    assert one_and_same([steps for _, steps in found]) == 2
+def test_56_padding_reaches_no_expert_and_no_gradient(ranks: RankPool) -> None:
+    expected = fit(0, Units, dealt, None)
+    for found in zip(*ranks(4, _units, **SEPARATE), strict=True):
+        assert len(found[0]["gradients"]) == 3
+        assert all(gradient.isfinite().all() for step in found[0]["gradients"] for gradient in step.values())
+        differences = apart([*found], expected, 1e-6)
+        assert max(differences.values()) < 1e-5, differences

@@ -188,7 +188,7 @@ def test_50_evaluation_gives_every_rank_the_results_of_one_process(ranks: RankPo
     assert predicted == [each.tolist() for each in trainer.predict(module, loader(5)) or []]
 
 
-def _ends_at_once(ranks: RankPool, world: int, says: str, function: Any, *arguments: Any) -> RankError:
+def ends_at_once(ranks: RankPool, world: int, says: str, function: Any, *arguments: Any) -> RankError:
     started = time.monotonic()
     with pytest.raises(RankError, match=says) as caught:
         ranks(world, function, *arguments, **TRAINER)
@@ -198,7 +198,7 @@ def _ends_at_once(ranks: RankPool, world: int, says: str, function: Any, *argume
 
 
 def test_50_a_hook_that_calls_the_model_on_one_rank_is_an_error_that_says_what_to_call(ranks: RankPool) -> None:
-    _ends_at_once(ranks, 2, r"use trainer.validate, trainer.test or trainer.predict", _calls_itself)
+    ends_at_once(ranks, 2, r"use trainer.validate, trainer.test or trainer.predict", _calls_itself)
 
 
 class Speaking(TinyLM):
@@ -293,7 +293,7 @@ def _silent(rank: int, how: str) -> None:
 def test_62_a_stage_without_a_loss_is_an_error_of_the_whole_job(
     ranks: RankPool, how: str, says: str, rank: int
 ) -> None:
-    assert _ends_at_once(ranks, 2, says, _silent, how).rank == rank
+    assert ends_at_once(ranks, 2, says, _silent, how).rank == rank
 
 
 class Counted(L.LightningModule):
