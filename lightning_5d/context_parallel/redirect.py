@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor  # private; checked with torch 2.13
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_5d.context_parallel.attention import ContextAttention, default_scale
@@ -185,6 +186,9 @@ class Redirect(TorchFunctionMode):
             # Keys that are no part of the sequences are whole, and each query sees all it has to.
             self.whole_keys += query.shape[-2] == inside.sequence.cut.local
             return _PRODUCT(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if isinstance(query, FakeTensor):
+            # Somebody runs the layer without values, to see its shapes: there is nothing to send.
+            return _PRODUCT(query, key, value, scale=scale, enable_gqa=enable_gqa)
         if dropout_p:
             raise refused(
                 inside,
