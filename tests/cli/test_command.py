@@ -7,7 +7,6 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from lightning_5d.cli.configured import configuration_folder
-from tests.cli.conftest import FROM_A_SHELL
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def composed():
 
 
 def test_help_names_the_commands(fived):
-    status, output = fived("--help", launcher=FROM_A_SHELL)
+    status, output = fived("--help")
     assert status == 0
     assert {"train", "verify", "tokenize"} <= set(re.findall(r"^    (\w+)", output, re.MULTILINE))
 

@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_5d import ContextParallel, PipelineParallel, TensorParallel, ZeRO
+from lightning_5d import ContextParallel, FiveD, PipelineParallel, TensorParallel, ZeRO
+from lightning_5d.models import LanguageModel
+from lightning_5d.models.decoder import Attention
 from lightning_5d.pipeline_parallel import SCHEDULES
 from tests.context_parallel.test_training import METHODS, uneven
+from tests.ranks.failure import RankError
 from tests.ranks.pool import RankPool
-from tests.tensor_parallel.parity import Dealt, Rows, compare, decoder
+from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, compare, decoder, fit
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
@@ -19,6 +23,31 @@ from tests.tensor_parallel.parity import Dealt, Rows, compare, decoder
 def test_layers_and_sequences_are_cut(ranks: RankPool, method: str, sequence: bool) -> None:
     plugins = ContextParallel(2, **METHODS[method]), TensorParallel(2, sequence_parallel=sequence)
     compare(ranks, decoder(), *plugins, world=4, data=partial(uneven, tokens=13))
+
+
+class Centred(Attention):
+    """A mean over the features of all heads, of which each tensor rank has a part."""
+
+    def forward(self, x_BTD: Tensor, *_: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out_BTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(-2)
+        return self.o_proj(out_BTD - out_BTD.mean(-1, keepdim=True))
+
+
+def _centred() -> LanguageModel:
+    module = decoder()()
+    for layer in module.decoder.layers:
+        layer.self_attn.__class__ = Centred
+    return module
+
+
+def test_code_behind_attention_that_needs_all_features_is_refused(ranks: RankPool) -> None:
+    strategy = partial(FiveD, ContextParallel(2), TensorParallel(2))
+    with pytest.raises(RankError, match="adds up, compares or normalises over 16 features or heads, of which it has 8"):
+        ranks(4, partial(fit, module=_centred, data=uneven, strategy=strategy, devices=4), **SEPARATE)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
