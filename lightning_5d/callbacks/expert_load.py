@@ -22,6 +22,7 @@ from lightning_5d.absent import Absent
 from lightning_5d.expert_parallel.load import ExpertLoads, count_by_hooks
 from lightning_5d.expert_parallel.load_chart import draw_loads
 from lightning_5d.expert_parallel.load_history import Load, LoadHistory
+from lightning_5d.names import class_name
 from lightning_5d.strategy import FiveD
 
 BIASES = ("expert_bias", "e_score_correction_bias")
@@ -129,7 +130,7 @@ class ExpertLoad(L.Callback):
         self._read_at = self._written_at = trainer.global_step
         if self.dirpath is None:
             self.dirpath = Path(trainer.log_dir or trainer.default_root_dir) / "experts"
-        self.title = self.title or f"{type(pl_module).__name__}, {type(trainer.strategy).__name__}"
+        self.title = self.title or f"{class_name(pl_module)}, {type(trainer.strategy).__name__}"
 
     @override
     def on_train_batch_start(

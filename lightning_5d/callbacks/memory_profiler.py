@@ -18,6 +18,7 @@ from lightning_5d.memory.charts import draw_rank, draw_summary
 from lightning_5d.memory.holders import elsewhere, held, pools
 from lightning_5d.memory.recorder import MemoryRecorder
 from lightning_5d.memory.summary import MemorySummary
+from lightning_5d.names import class_name
 
 
 class MemoryProfiler(L.Callback):
@@ -96,7 +97,7 @@ class MemoryProfiler(L.Callback):
             return
         if self.folder is None:
             self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "memory"
-        self.title = self.title or f"{type(pl_module).__name__}, {type(trainer.strategy).__name__}"
+        self.title = self.title or f"{class_name(pl_module)}, {type(trainer.strategy).__name__}"
         if self._step < self.start == 1:
             self._begin_recording(trainer, pl_module)
             self._phase("setup")

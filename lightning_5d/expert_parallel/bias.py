@@ -64,6 +64,17 @@ def move_biases(module: nn.Module, rate: float | None = None) -> None:
         router.load.zero_()
 
 
+def routers_never_restarted(module: nn.Module) -> list[str]:
+    """Names of routers that need their load of a step, and still have that of a step that is over."""
+    return [
+        name
+        for name, router in module.named_modules()
+        if isinstance(router, TopKRouter)
+        and (router.config.bias_rate or (router.config.balance and router.config.balance_scope == "global"))
+        and bool(router.load.any())
+    ]
+
+
 def _routers(module: nn.Module) -> list[TopKRouter]:
     # Looked up each time: a stage of a pipeline has only its own.
     return [router for router in module.modules() if isinstance(router, TopKRouter)]

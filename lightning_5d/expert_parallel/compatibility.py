@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from lightning_5d.parallelism import Problem
 
 if TYPE_CHECKING:
     from lightning_5d.expert_parallel.expert import ExpertParallel
+
+_LAYER = re.compile(r"\.\d+\.")
 
 
 def module_problems(module: nn.Module, found: Sequence[FoundExperts], plugin: ExpertParallel) -> list[Problem]:
@@ -31,9 +34,13 @@ def module_problems(module: nn.Module, found: Sequence[FoundExperts], plugin: Ex
     if not found:
         what = f"{asked}: {type(module).__name__} has no MoE layer whose experts could be spread."
         if not misses:
-            fix = "Leave ExpertParallel out, or use a model with experts, such as Mixtral, Qwen3-MoE or model=moe_tiny."
+            fix = (
+                "Leave ExpertParallel out, or use a model with experts, such as Mixtral, Qwen3-MoE or model=moe_tiny. Experts of your own are found if they"
+                " are a module called as experts(hidden, index, weights) whose stacked weights have the experts as their first dimension"
+                " (docs/expert_parallel.md)."
+            )
             return [Problem(what, fix)]
-    problems = [Problem(f"{asked}: {miss.what}", miss.fix) for miss in misses]
+    problems = [Problem(f"{asked}: {miss.what}", miss.fix) for miss in _once(misses)]
     for each in found:
         if each.top_k is not None and each.top_k > each.count:
             what = f"{each.name} sends each token to {each.top_k} experts and has {each.count}."
@@ -44,6 +51,16 @@ def module_problems(module: nn.Module, found: Sequence[FoundExperts], plugin: Ex
         problems += _weight_problems(module, found, asked)
         problems += _callback_problems(module, asked)
     return problems
+
+
+def _once(problems: Sequence[Problem]) -> Iterator[Problem]:
+    """Those of layers that are alike once, for the first of them."""
+    alike: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems:
+        alike.setdefault((_LAYER.sub(".*.", problem.what), problem.fix), []).append(problem)
+    for first, *others in alike.values():
+        so = f" So it is with {len(others)} more of its kind." if others else ""
+        yield Problem(f"{first.what}{so}", first.fix)
 
 
 def _callback_problems(module: nn.Module, asked: str) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_5d.expert_parallel.dispatch import Capacity, Drop
 from lightning_5d.parallelism import Dtypes, Parallelism, Parallelized, Problem, RunContext
+from lightning_5d.tensor_parallel.problems import generic
 
 if TYPE_CHECKING:
     from lightning_5d.expert_parallel.found import FoundExperts
@@ -115,15 +116,15 @@ class ExpertParallel(Parallelism):
             return problems
         counts = sorted({each.count for each in found or ()})
         works = [n for n in range(1, ranks + 1) if ranks % n == 0 and all(count % n == 0 for count in counts)]
-        degrees = f"{', '.join(map(str, works))} {'work' if len(works) > 1 else 'works'}."
+        degrees = f"a size of {_listed(works)} does."
         if ranks % self.size:
             what = f"ExpertParallel({self.size}): {self.size} does not divide the {ranks} ranks that experts live on ({written})."
-            problems.append(Problem(what, f"With {ranks} ranks {degrees}"))
+            problems.append(Problem(what, degrees.capitalize()))
         for count in counts:
             if count % self.size:
-                named = ", ".join(each.name for each in found or () if each.count == count)
-                what = f"ExpertParallel({self.size}): {self.size} does not divide the {count} experts of {_shortened(named)}."
-                problems.append(Problem(what, f"With {ranks} ranks {degrees}"))
+                named = ", ".join(dict.fromkeys(generic(each.name) for each in found or () if each.count == count))
+                what = f"ExpertParallel({self.size}): {self.size} does not divide the {count} experts of {named}."
+                problems.append(Problem(what, f"Of the {ranks} ranks that experts live on, {degrees}"))
         return problems
 
     def has_work(self, module: nn.Module) -> bool:
@@ -166,5 +167,6 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _shortened(names: str, most: int = 80) -> str:
-    return names if len(names) <= most else f"{names[: most - 2].rsplit(', ', 1)[0]}, …"
+def _listed(sizes: Sequence[int]) -> str:
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.checkpoint.forms import Formed, whole_tensor
+from lightning_5d.expert_parallel.bias import routers_never_restarted
 from lightning_5d.expert_parallel.counted import Counted, Counting, counting_modules
 from lightning_5d.expert_parallel.counted_over import CountedOver
 from lightning_5d.expert_parallel.door import ExpertDoor
@@ -65,6 +66,7 @@ class SpreadExperts(Parallelized):
         self._losses: RouterLosses | None = None
         self._owed: OwedBackward | None = None
         self._waiting: dist.ProcessGroup | None = None
+        self._stepped = self._told = False
         self._uses: ExpertWeightUses | None = None
         self._stage = 0
         if plugin.size > 1 or plugin.tensor > 1:
@@ -177,9 +179,21 @@ class SpreadExperts(Parallelized):
         self._refresh()
         yield
 
+    @override
+    def after_optimizer_step(self) -> None:
+        self._stepped = True
+
     def _refresh(self) -> None:
         if self._weights is not None:
             self._weights.refresh()
+        if self._stepped and not self._told:
+            self._told = True
+            if counting := routers_never_restarted(self._module):
+                rank_zero_warn(
+                    f"{counting[0]} ({len(counting)} in all) counts the load of its experts, and nothing starts it anew after a step of the"
+                    " optimizer: its bias does not move, and a global balance loss is about all steps so far. Call"
+                    " lightning_5d.expert_parallel.balance_by_bias(self, optimizer) in configure_optimizers."
+                )
 
     @override
     def gradient_axes(self, parameter: Tensor) -> Sequence[str] | None:
