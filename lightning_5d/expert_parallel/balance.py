@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_5d.expert_parallel.routing import Routed, TopKRouter, running_again, uncounted
+from lightning_5d.expert_parallel.routing import Routed, TopKRouter, uncounted
+from lightning_5d.repeated_runs import is_repeated
 
 Losses = dict[str, Tensor]
 """Losses by name, as ``"balance"`` and ``"z"``, scalars in fp32 that are multiplied by their coefficients."""
@@ -88,7 +89,7 @@ def _by_set(x_NX: Tensor, sets: int) -> Tensor:
 
 
 def _load_everywhere(router: TopKRouter) -> Tensor:
-    if running_again() and router.load_everywhere is not None:
+    if is_repeated() and router.load_everywhere is not None:
         # Not asked again: the graph that this is for has its own already, see `_Product`.
         return router.load_everywhere
     with uncounted():

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_5d.expert_parallel.found import FoundExperts
-from lightning_5d.expert_parallel.routing import running_again
+from lightning_5d.repeated_runs import is_repeated
 
 
 # [Note: no loss on one rank]
@@ -55,7 +55,7 @@ class _Note:
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._outputs is not None and module.training and not running_again():
+        if self._outputs is not None and module.training and not is_repeated():
             leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
             self._outputs.extend(leaf for leaf in leaves if leaf.requires_grad)
 

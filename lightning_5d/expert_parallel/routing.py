@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_5d.expert_parallel.config import MoEConfig
 from lightning_5d.expert_parallel.counted import Counted
 from lightning_5d.hidden_operations import hidden_operations
+from lightning_5d.repeated_runs import is_repeated
 
 
 class Routed(NamedTuple):
@@ -98,7 +99,7 @@ class TopKRouter(nn.Module):
                 weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
             if config.scale != 1:
                 weights_NK = weights_NK * config.scale
-        if self.training and not running_again():
+        if self.training and not is_repeated():
             with uncounted():
                 self.load += load_of(index_NK, real_N, config.experts)
         return Routed(index_NK, weights_NK, logits_NE, scores_NE, real_N)
@@ -146,12 +147,6 @@ def load_of(index_NK: Tensor, real_N: Tensor | None, experts: int) -> Tensor:
     counted_N = torch.ones_like(index_NK[:, 0]) if real_N is None else real_N.to(index_NK.dtype)
     counts_E = torch.zeros(experts, dtype=index_NK.dtype, device=index_NK.device)
     return counts_E.scatter_add_(0, index_NK.flatten(), counted_N[:, None].expand_as(index_NK).flatten())
-
-
-def running_again() -> bool:
-    """Whether a backward is running a forward again, for activations that were not kept."""
-    # Private; checked with torch 2.13. What is compiled decides for itself what it computes again, and writes once.
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def uncounted() -> AbstractContextManager[None]:

@@ -77,8 +77,8 @@ def _named(*names: str) -> dict[str, Any]:
     ("plugins", "world", "runs"),
     [
         ((ExpertParallel(2),), 2, {**RUNS, **TWICE, **COMPILED}),
-        ((ExpertParallel(2), ZeRO(stage=3)), 4, _named("frozen experts", "one weight", "twice")),
-        ((ExpertParallel(4), TensorParallel(2)), 4, _named("only routers", "Mixtral again", "twice")),
+        ((ExpertParallel(2), ZeRO(stage=3)), 4, _named("frozen experts", "twice")),
+        ((ExpertParallel(4), TensorParallel(2)), 4, _named("only routers", "Mixtral again")),
         ((ExpertParallel(2), ContextParallel(2)), 2, _named("Mixtral plain", "only routers")),
     ],
     ids=["ep2", "ep2+zero3", "ep4+tp2", "ep2+cp2"],

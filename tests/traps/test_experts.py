@@ -280,8 +280,6 @@ RESUMED: dict[str, tuple[Any, ...]] = {
     "ep=2": (EP2, ZeRO(stage=1)),
     "ep=4, ZeRO 3": (EP4, ZeRO(stage=3)),
     "tp=2, ep=4": (EP4, TensorParallel(2, sequence_parallel=True), ZeRO(stage=2)),
-    "parts of experts": (ExpertParallel(2, tensor=2), TensorParallel(2), ZeRO(stage=1)),
-    "pp=2": (EP2, PipelineParallel(2, microbatches=2), ZeRO(stage=1)),
     "no ep": (ZeRO(stage=3),),
 }
 
@@ -379,8 +377,7 @@ def test_10_65_68_70_73_a_run_resumes_under_any_other_layout_of_experts_with_all
     for name, run in found[0].items():
         assert run["lr"] == expected["lr"] == pytest.approx([0.005, 0.0025, 0.0025]), name
         assert len(run["losses"]) == 2
-        if "pp" not in name:
-            assert run["losses"] == pytest.approx(expected["losses"], rel=1e-4), name
+        assert run["losses"] == pytest.approx(expected["losses"], rel=1e-4), name
         torch.testing.assert_close(run["weights"], expected["weights"], rtol=1e-4, atol=1e-5, msg=name)
         torch.testing.assert_close(run["state"], expected["state"], rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(run["weights"][frozen], start.get_parameter(frozen).detach(), rtol=0, atol=0)
