@@ -273,3 +273,22 @@ def test_a_fused_optimizer_that_finds_an_overflow_itself_moves_nothing():
     optimizer.found_inf = torch.tensor(0.0)
     optimizer.step()
     assert not module.gate.expert_bias.equal(torch.zeros(EXPERTS))
+
+
+class Forgetful(LanguageModel):
+    """Nobody moves the biases of its routers."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("kind", "warned"), [(Forgetful, 1), (LanguageModel, 0)])
+def test_biases_that_nothing_moves_are_told_of_once(kind, warned, recwarn):
+    module = kind(DecoderConfig.preset("tiny", moe=CONFIG))
+    trainer = quiet(strategy=FiveD(), devices=1, max_steps=3)
+    rows = torch.randint(0, 256, (12, 6), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": row, "labels": row} for row in rows]
+    trainer.fit(module, DataLoader(batches, batch_size=4))
+    told = [str(warning.message) for warning in recwarn if "starts it anew" in str(warning.message)]
+    assert len(told) == warned
+    assert all("decoder.layers.0.mlp.gate (2 in all)" in message for message in told)
