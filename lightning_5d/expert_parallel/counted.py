@@ -32,10 +32,6 @@ class Counted:
         """The sum over ranks that hold the same router for other microbatches of a step, of what each counted in it; without gradients."""
         return x
 
-    def mean(self, x: Tensor) -> Tensor:
-        """The mean over data ranks of what is the same on all ranks of a microbatch; without gradients."""
-        return x
-
     def sum_of_microbatch(self, x: Tensor) -> Tensor:
         """The sum over the ranks that have parts of one microbatch, with gradients: each rank gets those of its own part."""
         return x

@@ -75,11 +75,6 @@ class CountedOver(Counted):
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     @override
-    def mean(self, x: Tensor) -> Tensor:
-        return self.ranks.mean(x)
-
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    @override
     def sum_of_microbatch(self, x: Tensor) -> Tensor:
         if not (x.requires_grad and torch.is_grad_enabled()):
             total: Tensor = self.sum(x, "microbatch")

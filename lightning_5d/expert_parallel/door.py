@@ -68,7 +68,8 @@ class ExpertDoor(AroundForward):
         super().__init__(layer.module)
         self.layer = layer
         self._ranks, self._load, self._exchange, self._axis = ranks, load, exchange, axis
-        self._has_parts, self._capacity, self._number = has_parts, capacity, number
+        self._has_parts, self._number = has_parts, number
+        self._decide = None if capacity is None else partial(kept_by_capacity, experts=layer.count, capacity=capacity)
         self._whole: Mapping[str, Tensor] | None = None
         self._names = tuple(inspect.signature(self.original).parameters)
         # The block of this package leaves nothing to nobody, and its experts raise at what is none.
@@ -79,7 +80,7 @@ class ExpertDoor(AroundForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the experts' own forward: ``(hidden_ND, index_NK, weights_NK) -> (N, D)``."""
         given = (*args, *(kwargs.get(name) for name in self._names[len(args) : 3]))
-        if self._exchange is None and not self._has_parts and self._capacity is None:
+        if self._exchange is None and not self._has_parts and self._decide is None:
             self._look(*given)
             device = given[0].device if isinstance(given[0], Tensor) else torch.device("cpu")
             if (blanked := self._without_padding(*given)) is not None:
@@ -89,16 +90,13 @@ class ExpertDoor(AroundForward):
             return out
         hidden, index, weights = given
         index_NK, weights_NK = self._choices(hidden, index, weights)
-        real_N, kept_NK = self._ranks.real(len(index_NK)), None
-        if self._capacity is not None:
-            whole = self._ranks.choices(index_NK, weights_NK)
-            kept_NK = self._ranks.part(kept_by_capacity(*whole, self.layer.count, self._capacity))
+        kept_NK = self._ranks.kept(index_NK, weights_NK, self._decide)
         if self._load.counting and self._ranks.is_first:
-            self._load.add_choices(index_NK, real_N, kept_NK)
+            self._load.add_choices(index_NK, self._ranks.real(len(index_NK)), kept_NK)
         is_cut = self._ranks.is_cut
-        if real_N is not None and kept_NK is None and not (is_cut and self._has_parts):
-            # Padding has somewhere to go as well, and nobody misses it. Not where other ranks, which may have none, get this rank's choices.
-            kept_NK = real_N[:, None].expand_as(index_NK)
+        if self._decide is None and is_cut and self._has_parts:
+            # Padding goes along where other ranks, which may have none, get this rank's choices.
+            kept_NK = None
         axis = None if self._whole is not None else self._axis
         hidden_ND = hidden.reshape(-1, hidden.shape[-1])
         run = partial(

@@ -168,13 +168,6 @@ class RowRanks:
         return x.detach() if axis is None else self._summed(axis, self._once(x, differing))
 
     @torch.no_grad()
-    def mean(self, x: Tensor) -> Tensor:
-        """The mean over data ranks of what is the same on all ranks of a microbatch."""
-        if self._data is None or not self._together:
-            return x.detach()
-        return self._summed(self._data, x) / self._data.size
-
-    @torch.no_grad()
     def choices(self, index_NK: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Which experts all tokens of the microbatch have chosen, and their weights: the same on all ranks that have some of them.
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_5d.parallelism import Problem
-from lightning_5d.tensor_parallel.axis import TensorAxis
+from lightning_5d.tensor_parallel.axis import Arriving, TensorAxis
 from lightning_5d.tensor_parallel.layout import TensorLayout
 from lightning_5d.tensor_parallel.pieces import Pieces
 from lightning_5d.tensor_parallel.regions import first_derivatives, leave
@@ -142,6 +142,15 @@ def _unpacked(packed: Tensor, has_kept: bool) -> tuple[Tensor, Tensor | None]:
     return index, kept.bool()
 
 
+def _both(
+    start: Callable[[Tensor], Arriving], ctx: Any, of_hidden: Tensor, of_weights: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """What an exchange makes of both gradients, as far as they are needed, which are on their way at once."""
+    of_both = zip((of_hidden, of_weights), ctx.needs_input_grad, strict=False)
+    hidden, weights = [start(grad) if needed else None for grad, needed in of_both]
+    return None if hidden is None else hidden.wait(), None if weights is None else weights.wait()
+
+
 class _Take(torch.autograd.Function):
     """This rank's rows of what all ranks have; backward: the gradients of all rows, both tensors' on their way at once."""
 
@@ -160,12 +169,14 @@ class _Take(torch.autograd.Function):
     @override
     def backward(ctx: Any, of_hidden: Tensor, of_weights: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         pieces: Pieces = ctx.pieces
-        arriving = [
-            pieces.axis.start_gather(_padded(grad, pieces), 0) if needed else None
-            for grad, needed in zip((of_hidden, of_weights), ctx.needs_input_grad, strict=False)
-        ]
-        hidden, weights = (None if one is None else one.wait()[: pieces.whole] for one in arriving)
-        return hidden, weights, None
+        hidden, weights = _both(
+            lambda grad: pieces.axis.start_gather(_padded(grad, pieces), 0), ctx, of_hidden, of_weights
+        )
+        return (
+            hidden if hidden is None else hidden[: pieces.whole],
+            weights if weights is None else weights[: pieces.whole],
+            None,
+        )
 
 
 class _Join(torch.autograd.Function):
@@ -203,12 +214,7 @@ class _Share(torch.autograd.Function):
     @first_derivatives
     @override
     def backward(ctx: Any, of_hidden: Tensor, of_weights: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        arriving = [
-            ctx.axis.start_sum(grad) if needed else None
-            for grad, needed in zip((of_hidden, of_weights), ctx.needs_input_grad, strict=False)
-        ]
-        hidden, weights = (None if one is None else one.wait() for one in arriving)
-        return hidden, weights, None
+        return *_both(ctx.axis.start_sum, ctx, of_hidden, of_weights), None
 
 
 class _Gather(torch.autograd.Function):
@@ -230,9 +236,4 @@ class _Gather(torch.autograd.Function):
     @first_derivatives
     @override
     def backward(ctx: Any, of_hidden: Tensor, of_weights: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        arriving = [
-            ctx.pieces.start_scatter_sum(grad) if needed else None
-            for grad, needed in zip((of_hidden, of_weights), ctx.needs_input_grad, strict=False)
-        ]
-        hidden, weights = (None if one is None else one.wait() for one in arriving)
-        return hidden, weights, None
+        return *_both(ctx.pieces.start_scatter_sum, ctx, of_hidden, of_weights), None
