@@ -135,11 +135,14 @@ def destroy_process_groups() -> None:
         return
     dist.destroy_process_group()
     # Checked with torch 2.13: DTensor caches its decisions together with the meshes they were made for. A later mesh of
-    # the same shape compares equal, and would be given the groups of the one that is gone.
-    from torch.distributed.tensor import _redistribute
+    # the same shape compares equal, and would be given the groups of the one that is gone. The planners hold meshes, and so
+    # groups with the threads of their backends, for as long as the process lives.
+    from torch.distributed.tensor import _collective_utils, _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     for function in vars(_redistribute).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()

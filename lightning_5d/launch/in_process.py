@@ -236,7 +236,7 @@ class InProcessLauncher(_MultiProcessingLauncher):
 
         try:
             output = self._job.run(
-                work, lambda: trainer is not None and trainer.received_sigterm, lambda: progress_of(trainer)
+                work, lambda: trainer is not None and trainer.received_sigterm, progress_of(trainer)
             )
             if results is not None:
                 results.send_bytes(_to_bytes(move_data_to_device(output, "cpu")))

@@ -66,7 +66,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             return function(*args, **kwargs)
 
         return self._job.run(
-            run, lambda: trainer is not None and trainer.received_sigterm, lambda: progress_of(trainer)
+            run, lambda: trainer is not None and trainer.received_sigterm, progress_of(trainer)
         )
 
     def connect(self, backend: str, **options: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -27,6 +28,7 @@ WAIT_SECONDS = 20.0
 LOOK_SECONDS = 2.0
 _BUSY_SHARE = 0.02
 _PLACES_SHOWN = 8
+_OUTSIDE = "outside of its loops"
 
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 _OWN = os.path.dirname(lightning_5d.__file__)
@@ -189,10 +191,22 @@ def parted(places: Sequence[Place]) -> Failure | None:
     return Failure(odd[0], f"{what}, so the ranks wait for each other for ever", table="\n".join(lines))
 
 
-def progress_of(trainer: pl.Trainer | None) -> str:
-    """How far a Trainer's loops have come, in words."""
-    if trainer is None or trainer.state.stage is None:
-        return "outside of its loops"
+def progress_of(trainer: pl.Trainer | None) -> Callable[[], str]:
+    """Says how far a Trainer's loops have come, in words; does not keep the Trainer alive once its run is over."""
+    if trainer is None:
+        return lambda: _OUTSIDE
+    reference = weakref.ref(trainer)
+
+    def progress() -> str:
+        trainer = reference()
+        return _OUTSIDE if trainer is None else _progress(trainer)
+
+    return progress
+
+
+def _progress(trainer: pl.Trainer) -> str:
+    if trainer.state.stage is None:
+        return _OUTSIDE
     stage = trainer.state.stage.value
     if trainer.training:
         return (
