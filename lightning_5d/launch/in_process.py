@@ -235,9 +235,7 @@ class InProcessLauncher(_MultiProcessingLauncher):
             return output if trainer is None else self._collect_rank_zero_results(trainer, output)
 
         try:
-            output = self._job.run(
-                work, lambda: trainer is not None and trainer.received_sigterm, progress_of(trainer)
-            )
+            output = self._job.run(work, lambda: trainer is not None and trainer.received_sigterm, progress_of(trainer))
             if results is not None:
                 results.send_bytes(_to_bytes(move_data_to_device(output, "cpu")))
                 results.close()

@@ -65,9 +65,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             _set_num_threads_if_needed(num_processes=self.num_processes)
             return function(*args, **kwargs)
 
-        return self._job.run(
-            run, lambda: trainer is not None and trainer.received_sigterm, progress_of(trainer)
-        )
+        return self._job.run(run, lambda: trainer is not None and trainer.received_sigterm, progress_of(trainer))
 
     def connect(self, backend: str, **options: Any) -> None:
         """Makes the default process group; called by the strategy inside `launch`.

@@ -73,7 +73,7 @@ class ProcessState:
         torch.manual_seed(SEED)
 
     def leftovers(self) -> list[str]:
-        """Threads that keep a process alive and child processes that a call started and did not end."""
+        """Threads that keep a process alive, child processes and process groups that a call started and did not end."""
         deadline = time.monotonic() + LEFTOVER_GRACE_SECONDS
         while True:
             found = [
@@ -81,6 +81,9 @@ class ProcessState:
                 for thread in threading.enumerate()
                 if thread not in self._threads and not thread.daemon and thread.is_alive()
             ] + [f"process {pid} ({command})" for pid, command in _children()]
+            if loops := _event_loops():
+                gc.collect()  # what the last collection has finalized may have held more
+                found.append(f"{loops} process group(s) of gloo that something still holds")
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.02)
@@ -91,6 +94,15 @@ def _handlers() -> dict[int, Any]:
     found = {number: signal.getsignal(number) for number in signal.valid_signals() - fixed}
     # None: installed by C code, which Python cannot put back.
     return {number: handler for number, handler in found.items() if handler is not None}
+
+
+def _event_loops() -> int:
+    """How many of gloo's event loops run: one for each process group, a hundred times a second, whether it is used or not."""
+    count = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            count += (task / "comm").read_text() == "gloo_tcp_loop\n"
+    return count
 
 
 def _children() -> list[tuple[int, str]]:

@@ -51,6 +51,7 @@ class Counted(L.Callback):
         self.saved = {"inside": 0, "beside": 0}
         for (place, _), tensor in self._seen.items():
             self.saved[place] += tensor.untyped_storage().nbytes()
+        self._seen.clear()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if isinstance(trainer.strategy, FiveD):

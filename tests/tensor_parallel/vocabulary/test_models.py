@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import lightning as L
 import pytest
@@ -23,11 +24,12 @@ IDS = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(0))
 LABELS = IDS.masked_fill(torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100)
 
 
-AXES: dict[dist.ProcessGroup, CollectiveAxis] = {}
+AXES: WeakValueDictionary[str, CollectiveAxis] = WeakValueDictionary()
 
 
 def the_axis() -> CollectiveAxis:
-    return AXES.setdefault(dist.group.WORLD, axis())
+    """The one of this process, for as long as somebody holds it: it holds a process group."""
+    return AXES.setdefault("world", axis())
 
 
 class Cut(torch.autograd.Function):
@@ -80,6 +82,7 @@ def hugging_face(rank: int) -> None:
         (llama, lambda model: nn.CrossEntropyLoss()(model(IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())),
         (gemma, lambda model: model(input_ids=IDS, labels=LABELS).loss),
     ]  # fmt: skip
+    held = the_axis()
     for model, loss_of in ways:
         wanted = gradients_of(model, loss_of, parts=False)
         hook = model.lm_head.register_forward_hook(cut)
@@ -87,6 +90,7 @@ def hugging_face(rank: int) -> None:
         logits_shard = model(input_ids=IDS).logits
         assert isinstance(logits_shard, VocabularyShard)
         torch.testing.assert_close(logits_shard.argmax(-1), logits_shard.whole().argmax(-1))
+        assert logits_shard.axis is held
         hook.remove()
         torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-6)
         for one, two in zip(got[1], wanted[1], strict=True):
@@ -152,7 +156,7 @@ class Evaluated(L.LightningModule):
 
 
 def evaluated(rank: int) -> tuple[list[dict[str, float]], Tensor, Tensor]:
-    found, predicted = [], []
+    held, found, predicted = the_axis(), [], []
     for shards in (False, True):
         trainer = L.Trainer(
             accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
@@ -163,6 +167,7 @@ def evaluated(rank: int) -> tuple[list[dict[str, float]], Tensor, Tensor]:
         predicted.append(trainer.predict(module, loader))
     whole, cut_in_columns = predicted
     assert isinstance(cut_in_columns[0]["logits"], VocabularyShard)
+    assert cut_in_columns[0]["logits"].axis is held
     torch.testing.assert_close(
         torch.cat([p["logits"] for p in cut_in_columns]).whole(), torch.cat([p["logits"] for p in whole])
     )
