@@ -35,11 +35,11 @@ CASES: list[tuple[Callable[[], Any], list[Parallelism], dict[str, Any], list[str
     (_listed, [ExpertParallel(2)], {}, ["layers.0.experts (ModuleList)", "is a ModuleList of 4 modules"]),
     (partial(Spreading, "Mixtral", num_experts_per_tok=6), [ExpertParallel(2)], {}, ["to 6 experts and has 4", "At most 4"]),
     (_hooked, [ExpertParallel(2), ZeRO(stage=0)], {}, ["layers.1.mlp.experts.down_proj", "hooks on these parameters would be lost"]),
-    (mixture(), [ExpertParallel(2), ZeRO(stage=0)], {"callbacks": [WeightAveraging()]}, ["WeightAveraging averages whole"]),
+    (mixture(), [ExpertParallel(2), ZeRO(stage=0)], {"callback": WeightAveraging}, ["WeightAveraging averages whole"]),
     (
         mixture(),
         [ExpertParallel(2), ZeRO(stage=0)],
-        {"callbacks": [StochasticWeightAveraging(0.1)]},
+        {"callback": partial(StochasticWeightAveraging, 0.1)},
         ["StochasticWeightAveraging averages whole"],
     ),
 ]  # fmt: skip
@@ -48,7 +48,10 @@ CASES: list[tuple[Callable[[], Any], list[Parallelism], dict[str, Any], list[str
 def _refused(rank: int) -> list[str]:
     """The error of each case, on this rank; ranks go on together after it."""
     errors = []
-    for module, plugins, arguments, _ in CASES:
+    for module, plugins, options, _ in CASES:
+        arguments = dict(options)
+        if callback := arguments.pop("callback", None):
+            arguments["callbacks"] = [callback()]
         try:
             trainer = quiet(strategy=FiveD(*plugins, timeout=30), devices=2, max_steps=1, **arguments)
             trainer.fit(
