@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_5d.across_meshes import AcrossMeshes, clipping_by_hand
 from lightning_5d.gradients import clip_by_norm, clip_by_value
 from lightning_5d.loss_scaling import LossScaler, LossScaling
 from lightning_5d.module_casting import ModuleCasting
@@ -197,6 +198,13 @@ class FiveDPrecision(Precision):
                 contexts.enter_context(self._casting.step())
             yield
 
+    @contextmanager
+    @override
+    def train_step_context(self) -> Generator[None, None, None]:
+        module = None if self._strategy is None else self._strategy.lightning_module
+        with self.forward_context(), nullcontext() if module is None else clipping_by_hand(module):
+            yield
+
     @property
     def _device_type(self) -> str:
         return self._strategy.root_device.type if self._strategy is not None else "cpu"
@@ -298,7 +306,8 @@ class FiveDPrecision(Precision):
             return
         # Gradients become final here, so that hooks, clipping and the step all see the same ones.
         strategy.finalize_gradients(optimizer)
-        super()._after_closure(model, optimizer)
+        with AcrossMeshes(strategy.mesh.size("pp")):
+            super()._after_closure(model, optimizer)
         strategy.last_gradients_known()
         if not strategy.skipping:
             strategy.parameters_will_change()
