@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import _CUDA_FLOPS, get_available_flops
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typing_extensions import override
@@ -27,12 +27,14 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         total: Floating-point operations so far.
         paused: Counts nothing while it is true.
+        share: The part of each operation that counts.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+        self.total = 0.0
         self.paused = False
+        self.share = 1.0
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,8 +44,41 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         forward = forward_flops(func, args, kwargs, out)
         if forward:
-            self.total += forward * (1 + (backward_ratio(func, args) if torch.is_grad_enabled() else 0))
+            self.add(forward, backward_ratio(func, args))
         return out
+
+    def add(self, forward: int, ratio: int) -> None:
+        """Counts an operation.
+
+        Args:
+            forward: What its forward takes.
+            ratio: What its backward takes, as a multiple of it, if there is one.
+        """
+        self.total += self.share * forward * (1 + (ratio if torch.is_grad_enabled() else 0))
+
+    @contextmanager
+    def shared(self, shares: Mapping[nn.Module, float]) -> Iterator[None]:
+        """A context in which only a part of what is done in some modules counts, as other ranks do the same.
+
+        Args:
+            shares: That part, from 0 to 1. It is also that of modules inside that are not named.
+        """
+        before: list[float] = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            before.append(self.share)
+            self.share = shares[module]
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.share = before.pop()
+
+        handles = [module.register_forward_pre_hook(enter) for module in shares]
+        handles += [module.register_forward_hook(leave, always_call=True) for module in shares]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 @contextmanager
@@ -76,13 +111,24 @@ def counted_as(forward: int, backward_ratio: int) -> Iterator[None]:
     # Private; checked with torch 2.13.
     counters = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, ModelFlops) and not mode.paused]
     for counter in counters:
-        counter.total += forward * (1 + (backward_ratio if torch.is_grad_enabled() else 0))
+        counter.add(forward, backward_ratio)
         counter.paused = True
     try:
         yield
     finally:
         for counter in counters:
             counter.paused = False
+
+
+def counted_linear(x: Tensor, weight: Tensor) -> AbstractContextManager[None]:
+    """`counted_as` for rows times a matrix.
+
+    Args:
+        x: Rows, in the last dimension.
+        weight: The matrix, either way round.
+    """
+    rows = x.numel() // max(x.shape[-1], 1)
+    return counted_as(2 * rows * weight.numel(), x.requires_grad + weight.requires_grad)
 
 
 def forward_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
