@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _GROUPED = torch.ops.aten._grouped_mm
+_UNCOUNTED: AbstractContextManager[None] = nullcontext()
 
 
 class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,6 +29,7 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         total: Floating-point operations so far.
         paused: Counts nothing while it is true.
         share: The part of each operation that counts.
+        ratio: What backward takes of operations now, as a multiple of their forward; ``None`` for what their operands tell.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,7 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.total = 0.0
         self.paused = False
         self.share = 1.0
+        self.ratio: int | None = None
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,7 +47,10 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         forward = forward_flops(func, args, kwargs, out)
         if forward:
-            self.add(forward, backward_ratio(func, args))
+            ratio = self.ratio
+            if ratio is None:
+                ratio = backward_ratio(func, args) if torch.is_grad_enabled() else 0
+            self.add(forward, ratio)
         return out
 
     def add(self, forward: int, ratio: int) -> None:
@@ -52,9 +58,9 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             forward: What its forward takes.
-            ratio: What its backward takes, as a multiple of it, if there is one.
+            ratio: What its backward takes, as a multiple of that.
         """
-        self.total += self.share * forward * (1 + (ratio if torch.is_grad_enabled() else 0))
+        self.total += self.share * forward * (1 + ratio)
 
     @contextmanager
     def shared(self, shares: Mapping[nn.Module, float]) -> Iterator[None]:
@@ -108,10 +114,9 @@ def counted_as(forward: int, backward_ratio: int) -> Iterator[None]:
         forward: Floating-point operations of the forward.
         backward_ratio: Those of the backward, as a multiple of it.
     """
-    # Private; checked with torch 2.13.
-    counters = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, ModelFlops) and not mode.paused]
+    counters = _counters()
     for counter in counters:
-        counter.add(forward, backward_ratio)
+        counter.add(forward, backward_ratio if torch.is_grad_enabled() else 0)
         counter.paused = True
     try:
         yield
@@ -120,15 +125,32 @@ def counted_as(forward: int, backward_ratio: int) -> Iterator[None]:
             counter.paused = False
 
 
-def counted_linear(x: Tensor, weight: Tensor) -> AbstractContextManager[None]:
-    """`counted_as` for rows times a matrix.
+def counted_with_backward(*factors: Tensor) -> AbstractContextManager[None]:
+    """A context for an autograd function that computes products: their backward counts, too, which is not seen inside of it.
 
     Args:
-        x: Rows, in the last dimension.
-        weight: The matrix, either way round.
+        factors: What it multiplies; each of them that needs a gradient costs one more product.
     """
-    rows = x.numel() // max(x.shape[-1], 1)
-    return counted_as(2 * rows * weight.numel(), x.requires_grad + weight.requires_grad)
+    counters = _counters()
+    return _with_backward(counters, factors) if counters else _UNCOUNTED
+
+
+@contextmanager
+def _with_backward(counters: Sequence[ModelFlops], factors: Sequence[Tensor]) -> Iterator[None]:
+    ratio = sum(factor.requires_grad for factor in factors) if torch.is_grad_enabled() else 0
+    before = [counter.ratio for counter in counters]
+    for counter in counters:
+        counter.ratio = ratio
+    try:
+        yield
+    finally:
+        for counter, value in zip(counters, before, strict=True):
+            counter.ratio = value
+
+
+def _counters() -> list[ModelFlops]:
+    # Private; checked with torch 2.13.
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, ModelFlops) and not mode.paused]
 
 
 def forward_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

@@ -25,8 +25,9 @@ LAYOUTS: dict[int, list[tuple[str, Sequence[Parallelism]]]] = {
         ("own", [TensorParallel(2)]),
         ("own", [TensorParallel(2, sequence_parallel=True), ExpertParallel(2)]),
         ("Mixtral", [TensorParallel(2), ExpertParallel(2)]),
+        ("dense", [PipelineParallel(2, schedule="zb_h1", microbatches=2)]),
     ],
-    4: [("own", [ExpertParallel(2), TensorParallel(2), PipelineParallel(2, microbatches=2)])],
+    4: [("own", [ExpertParallel(2), TensorParallel(2), PipelineParallel(2, schedule="zb_h1", microbatches=2)])],
 }
 
 
