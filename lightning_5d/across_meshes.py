@@ -16,6 +16,9 @@ from typing_extensions import override
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+_OTHERS = ("lightning", "lightning_5d", "pytorch_lightning")
+
 
 # [Note: gradients over several meshes]
 # Experts live on other ranks than the weights around them. torch.nn.utils.clip_grad_norm_ and clip_grad_value_ give all gradients of a dtype to one
@@ -49,14 +52,21 @@ class AcrossMeshes(TorchFunctionMode):
         return run(func, *args, **(kwargs or {}))
 
 
-def clipping_by_hand(module: pl.LightningModule) -> AbstractContextManager[Any]:
-    """What a `training_step` runs in that may clip gradients itself: nothing where torch does it alone, as each call of torch is slower in a mode.
+def clipping_by_hand(module: pl.LightningModule, stages: int = 1) -> AbstractContextManager[Any]:
+    """What code of a user's that may clip gradients runs in: nothing where torch does it alone or there is no such code, as a mode costs each call.
 
     Args:
         module: The user's, with its parameters as they are between steps.
+        stages: Stages of the pipeline.
     """
-    needed = not module.automatic_optimization and _are_mixed(list(module.parameters()))
-    return AcrossMeshes() if needed else nullcontext()
+    callbacks = getattr(getattr(module, "_trainer", None), "callbacks", ())
+    by_hand = not module.automatic_optimization or any(map(_has_own_hooks, (module, *callbacks)))
+    return AcrossMeshes(stages) if by_hand and _are_mixed(list(module.parameters())) else nullcontext()
+
+
+def _has_own_hooks(owner: Any) -> bool:
+    hooks = (getattr(owner, name, None) for name in _HOOKS)
+    return any(str(getattr(hook, "__module__", "")).partition(".")[0] not in _OTHERS for hook in hooks if hook)
 
 
 def _by_mesh(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor] | None:

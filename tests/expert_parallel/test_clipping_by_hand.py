@@ -39,7 +39,10 @@ class InHook(Steep):
 
 
 class Largest(Steep):
-    """Clips in place of Lightning, by the largest element, one tensor after the other."""
+    """Clips after backward, and in place of Lightning by the largest element, one tensor after the other."""
+
+    def on_after_backward(self) -> None:
+        clip_grad_norm_(self.parameters(), 5.0)
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         self.log("norm", clip_grad_norm_(self.parameters(), 0.1, norm_type=float("inf"), foreach=False))
