@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import _CUDA_FLOPS, get_available_flops
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typing_extensions import override
 
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _GROUPED = torch.ops.aten._grouped_mm
+_UNCOUNTED: AbstractContextManager[None] = nullcontext()
 
 
 class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -27,12 +28,16 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         total: Floating-point operations so far.
         paused: Counts nothing while it is true.
+        share: The part of each operation that counts.
+        ratio: What backward takes of operations now, as a multiple of their forward; ``None`` for what their operands tell.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+        self.total = 0.0
         self.paused = False
+        self.share = 1.0
+        self.ratio: int | None = None
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,8 +47,44 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         forward = forward_flops(func, args, kwargs, out)
         if forward:
-            self.total += forward * (1 + (backward_ratio(func, args) if torch.is_grad_enabled() else 0))
+            ratio = self.ratio
+            if ratio is None:
+                ratio = backward_ratio(func, args) if torch.is_grad_enabled() else 0
+            self.add(forward, ratio)
         return out
+
+    def add(self, forward: int, ratio: int) -> None:
+        """Counts an operation.
+
+        Args:
+            forward: What its forward takes.
+            ratio: What its backward takes, as a multiple of that.
+        """
+        self.total += self.share * forward * (1 + ratio)
+
+    @contextmanager
+    def shared(self, shares: Mapping[nn.Module, float]) -> Iterator[None]:
+        """A context in which only a part of what is done in some modules counts, as other ranks do the same.
+
+        Args:
+            shares: That part, from 0 to 1. It is also that of modules inside that are not named.
+        """
+        before: list[float] = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            before.append(self.share)
+            self.share = shares[module]
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.share = before.pop()
+
+        handles = [module.register_forward_pre_hook(enter) for module in shares]
+        handles += [module.register_forward_hook(leave, always_call=True) for module in shares]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 @contextmanager
@@ -73,16 +114,43 @@ def counted_as(forward: int, backward_ratio: int) -> Iterator[None]:
         forward: Floating-point operations of the forward.
         backward_ratio: Those of the backward, as a multiple of it.
     """
-    # Private; checked with torch 2.13.
-    counters = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, ModelFlops) and not mode.paused]
+    counters = _counters()
     for counter in counters:
-        counter.total += forward * (1 + (backward_ratio if torch.is_grad_enabled() else 0))
+        counter.add(forward, backward_ratio if torch.is_grad_enabled() else 0)
         counter.paused = True
     try:
         yield
     finally:
         for counter in counters:
             counter.paused = False
+
+
+def counted_with_backward(*factors: Tensor) -> AbstractContextManager[None]:
+    """A context for an autograd function that computes products: their backward counts, too, which is not seen inside of it.
+
+    Args:
+        factors: What it multiplies; each of them that needs a gradient costs one more product.
+    """
+    counters = _counters()
+    return _with_backward(counters, factors) if counters else _UNCOUNTED
+
+
+@contextmanager
+def _with_backward(counters: Sequence[ModelFlops], factors: Sequence[Tensor]) -> Iterator[None]:
+    ratio = sum(factor.requires_grad for factor in factors) if torch.is_grad_enabled() else 0
+    before = [counter.ratio for counter in counters]
+    for counter in counters:
+        counter.ratio = ratio
+    try:
+        yield
+    finally:
+        for counter, value in zip(counters, before, strict=True):
+            counter.ratio = value
+
+
+def _counters() -> list[ModelFlops]:
+    # Private; checked with torch 2.13.
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, ModelFlops) and not mode.paused]
 
 
 def forward_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

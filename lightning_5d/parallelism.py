@@ -306,6 +306,13 @@ class Parallelized:
         """
         return None
 
+    def shares_of_work(self) -> Mapping[nn.Module, float]:
+        """Which part of the operations in a module's forward is this rank's, where others do the same ones: a half of those that two ranks do.
+
+        Modules inside of it that are not named are as it is. A sum over all ranks then has each operation of the model once.
+        """
+        return {}
+
     def optimizer_context(self) -> AbstractContextManager[None]:
         """A context around the user's `configure_optimizers`."""
         return nullcontext()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_5d.across_meshes import clipping_by_hand
 from lightning_5d.gradients import clip_by_norm, clip_by_value
 from lightning_5d.loss_scaling import LossScaler, LossScaling
 from lightning_5d.module_casting import ModuleCasting
@@ -103,6 +104,7 @@ class FiveDPrecision(Precision):
         self.nonfinite = NonfiniteNorms()
         self._strategy: FiveD | None = None
         self._casting: ModuleCasting | None = None
+        self._clipping: AbstractContextManager[Any] = nullcontext()
 
     def attach(self, strategy: FiveD) -> None:
         """Tells the plugin whose mesh to use; called by `FiveD`.
@@ -197,6 +199,14 @@ class FiveDPrecision(Precision):
                 contexts.enter_context(self._casting.step())
             yield
 
+    @contextmanager
+    @override
+    def train_step_context(self) -> Generator[None, None, None]:
+        module = None if self._strategy is None else self._strategy.lightning_module
+        manual = module is not None and not module.automatic_optimization
+        with self.forward_context(), self._clipping if manual else nullcontext():
+            yield
+
     @property
     def _device_type(self) -> str:
         return self._strategy.root_device.type if self._strategy is not None else "cpu"
@@ -228,6 +238,11 @@ class FiveDPrecision(Precision):
                 contexts.enter_context(self._casting.paused())
             yield
 
+    @override
+    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        with self._clipping:
+            return super().post_backward(tensor, module)
+
     # Optimizer steps
 
     @override
@@ -235,6 +250,8 @@ class FiveDPrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         raise_problems(self._optimizer_problems(optimizers))
+        if self._strategy is not None:
+            self._clipping = clipping_by_hand(self._strategy.connected_module, self._strategy.mesh.size("pp"))
         return super().connect(model, optimizers, lr_schedulers)
 
     def _optimizer_problems(self, optimizers: Iterable[Optimizer]) -> list[Problem]:
@@ -298,7 +315,8 @@ class FiveDPrecision(Precision):
             return
         # Gradients become final here, so that hooks, clipping and the step all see the same ones.
         strategy.finalize_gradients(optimizer)
-        super()._after_closure(model, optimizer)
+        with self._clipping:
+            super()._after_closure(model, optimizer)
         strategy.last_gradients_known()
         if not strategy.skipping:
             strategy.parameters_will_change()

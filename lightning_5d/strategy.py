@@ -374,6 +374,13 @@ class FiveD(ParallelSteps):
     def _reset_optimizers(self) -> None:
         self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
 
+    def shares_of_work(self) -> dict[nn.Module, float]:
+        """Modules of which other ranks do the same operations, or parts of them; see `Parallelized.shares_of_work`."""
+        shares: dict[nn.Module, float] = {}
+        for applied in reversed(self.parallelized):
+            shares.update(applied.shares_of_work())
+        return shares
+
     # The end
 
     @override

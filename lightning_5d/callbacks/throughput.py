@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -12,12 +12,13 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.callbacks.step_clock import Moment, TrainedBatch, samples_and_tokens, shapes
 from lightning_5d.model_flops import ModelFlops, peak_flops
+from lightning_5d.strategy import FiveD
 
 _MOST_SHAPES = 8
 """Shapes of batches that are counted one by one; others are taken in proportion to their tokens."""
@@ -84,7 +85,7 @@ class Throughput(L.Callback):
         self.totals = {"tokens": 0.0, "samples": 0.0, "model_flops": 0.0}
         self._history: deque[TrainedBatch] = deque(maxlen=window)
         self._unsettled: list[TrainedBatch] = []
-        self._counted: dict[tuple[tuple[int, ...], ...], int] = {}
+        self._counted: dict[tuple[tuple[int, ...], ...], float] = {}
         self._counter: ModelFlops | None = None
         self._undo: Callable[[], None] | None = None
         self._begin()
@@ -139,7 +140,9 @@ class Throughput(L.Callback):
         new = self._number > 0 and len(self._counted) < _MOST_SHAPES and shapes(batch) not in self._counted
         if self._may_count and new:
             self._counter = ModelFlops()
-            self._undo = _count_in_step(pl_module, self._counter)
+            strategy = trainer.strategy
+            shares = strategy.shares_of_work() if isinstance(strategy, FiveD) else {}
+            self._undo = _count_in_step(pl_module, self._counter, shares)
 
     @override
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
@@ -213,7 +216,7 @@ class Throughput(L.Callback):
     def _flops(self, batch: Any) -> float | None:
         """Counted operations of a batch of these shapes; those of another one until it has been counted itself."""
         if batch in self._counted:
-            return float(self._counted[batch])
+            return self._counted[batch]
         if self._counted:
             known, flops = next(iter(self._counted.items()))
             return flops * _elements(batch) / max(_elements(known), 1)
@@ -267,7 +270,9 @@ class Throughput(L.Callback):
         return found
 
 
-def _count_in_step(module: L.LightningModule, counter: ModelFlops) -> Callable[[], None]:
+def _count_in_step(
+    module: L.LightningModule, counter: ModelFlops, shares: Mapping[nn.Module, float]
+) -> Callable[[], None]:
     """Counts in the next calls of `training_step`; returns what ends that.
 
     Not from one hook to another: modes that other callbacks enter in hooks would be left in the wrong order.
@@ -276,7 +281,7 @@ def _count_in_step(module: L.LightningModule, counter: ModelFlops) -> Callable[[
 
     @wraps(step)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        with counter:
+        with counter, counter.shared(shares):
             return step(*args, **kwargs)
 
     def stop() -> None:

@@ -319,8 +319,8 @@ class HostMemory:
         except OSError as error:
             held = sum(block.nbytes for block in self.blocks)
             raise MemoryError(
-                f"No room for {size} more bytes of shared memory; this rank holds {held} already ({error}). "
-                "Smaller blocks or a higher ZeRO stage need less."
+                f"No room for {size} more bytes of memory that rank {self.rank} of the {self._group_name} shares with others; it holds {held} already"
+                f" ({error}). Fewer tokens in a microbatch, smaller blocks or a higher ZeRO stage need less."
             ) from error
         self.blocks.append(block)
         for peer in audience:

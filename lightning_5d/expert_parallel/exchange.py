@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_5d.data_parallel.traffic import Traffic
-from lightning_5d.tensor_parallel.axis import Arriving
+from lightning_5d.tensor_parallel.axis import Arriving, RankExchange
 
 _CPU = torch.device("cpu")
 
@@ -39,24 +38,17 @@ class Routes(ABC):
 # At home rows lie by expert, over all experts, as they were sorted: so they lie by rank, too. Where experts are they lie by expert of that
 # rank, and for each expert by the rank they have come from: as a grouped product wants them. `start_dispatch` takes the first and gives the second,
 # `start_return` the reverse. Each is the transpose of the other, so each is the other's backward.
-class TokenExchange(ABC):
+class TokenExchange(RankExchange, ABC):
     """The exchanges between the ranks that hold different experts; every rank calls them in the same order, with any number of rows.
 
-    Inputs are never written to. The ``start_…`` methods return at once, the input must stay as it is until `Arriving.wait`, and
-    something else (another batch, shared experts) may be computed in between.
+    The ``start_…`` methods return at once, the input must stay as it is until `Arriving.wait`, and something else (another batch, shared
+    experts) may be computed in between. Traffic has this rank's own rows, too, as ``"all_to_all"``.
 
     Attributes:
-        rank: This rank's place.
-        size: Ranks.
         layers: Names of the layers whose experts they are, for errors.
-        traffic: What was sent, this rank's own rows included, as ``"all_to_all"``.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank, self.size = group.rank(), group.size()
-        self.layers: Sequence[str] = ()
-        self.traffic = Traffic()
+    layers: Sequence[str] = ()
 
     @abstractmethod
     def routes(self, counts_E: Tensor, row_bytes: int, layer: int = 0) -> Routes:
@@ -101,28 +93,6 @@ class TokenExchange(ABC):
     @abstractmethod
     def start_return(self, rows_SD: Tensor, routes: Routes) -> Arriving:
         """Starts to send rows, as `start_dispatch` gave them, back to where they came from; what arrives is sorted by expert."""
-
-    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Uninitialised contiguous memory, from which the ``start_…`` methods may send without a copy.
-
-        After it has been sent it must not be written to again: others may still read it.
-
-        Args:
-            shape: Its shape.
-            like: A tensor of its dtype and device.
-        """
-        return like.new_empty(tuple(shape))
-
-    def memory(self) -> list[Tensor]:
-        """The memory that this rank keeps for reuse, whole."""
-        return []
-
-    def mapped(self) -> list[Tensor]:
-        """The memory of other ranks that this one reads in place, whole."""
-        return []
-
-    def close(self) -> None:  # noqa: B027 - some hold nothing
-        """Gives back what the exchange holds."""
 
 
 def check_divides(ranks: int, experts: int) -> None:

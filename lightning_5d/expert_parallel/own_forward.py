@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from lightning_5d.expert_parallel.found import FoundExperts
 from lightning_5d.parallelism import Problem
 
 _ROWS = 8
+_EXPERTS = 4
 
 
 def described(name: str, module: nn.Module, top_k: int | None) -> FoundExperts | str:
@@ -70,13 +72,17 @@ def compute(module: nn.Module, rows_SD: Tensor, counts_M: Tensor) -> Tensor:
 
 
 def disagreement(found: FoundExperts) -> Problem | None:
-    """What is wrong with a module that cannot be computed as this package does; nothing without values.
+    """What is wrong with a module that cannot be computed as this package does.
 
-    Its forward has to make the same of rows when it has half of its experts, and the weighted sum of that of rows with several experts.
+    Its forward has to make the same of rows when it has half of its experts, and the weighted sum of that of rows with several experts. Weights on the
+    meta device are tried with values of no meaning.
     """
-    module, own = found.module, dict(found.module.named_parameters())
-    if found.count < 2 or any(parameter.is_meta for parameter in own.values()):
+    total = found.count
+    if total < 2:
         return None
+    if any(parameter.is_meta for parameter in found.module.parameters()):
+        found = _with_values(found)
+    module, own = found.module, dict(found.module.named_parameters())
     weight = next(iter(own.values()))
     width = next((size for size in _widths(own) if _runs(found, size)), None)
     what = f"The experts {found.name} ({type(module).__name__}) cannot be spread over ranks: "
@@ -85,7 +91,7 @@ def disagreement(found: FoundExperts) -> Problem | None:
         " that its present weights are make of them."
     )
     if width is None:
-        return Problem(f"{what}its forward does not run with half of its {found.count} experts.", fix)
+        return Problem(f"{what}its forward does not run with half of its {total} experts.", fix)
     rows = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     index = torch.arange(_ROWS) % found.count
     order = torch.argsort(index, stable=True)
@@ -104,7 +110,7 @@ def disagreement(found: FoundExperts) -> Problem | None:
         rounding = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 3e-2
         if not torch.allclose(whole, parts, rounding, rounding * float(whole.abs().max())):
             return Problem(
-                f"{what}with half of its {found.count} experts its forward computes other values for the same rows.",
+                f"{what}with half of its {total} experts its forward computes other values for the same rows.",
                 fix,
             )
         difference = _of_the_sum(found, rows, rounding)
@@ -115,6 +121,22 @@ def disagreement(found: FoundExperts) -> Problem | None:
         "Let forward(hidden, index, weights) return, for each row, the sum of weights[:, k] times what expert index[:, k] makes of it, and leave"
         " everything else (scaled inputs, normalised weights, a residual, auxiliary outputs) to the code around it.",
     )
+
+
+def _with_values(found: FoundExperts) -> FoundExperts:
+    """The same layer with a few experts, on the CPU: a large one need not fit there, and what does for half of its experts does for some."""
+    module, count = found.module, min(found.count, _EXPERTS)
+    generator = torch.Generator().manual_seed(0)
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    if vars(module).get("num_experts") == found.count:
+        twin.num_experts = count  # type: ignore[assignment]
+    weights = {}
+    for key, parameter in module.named_parameters():
+        values = torch.randn(count, *parameter.shape[1:], generator=generator) * parameter.shape[-1] ** -0.5
+        weights[key] = nn.Parameter(values.to(parameter.dtype))
+    object.__setattr__(twin, "_parameters", weights)
+    return replace(found, module=twin, count=count)
 
 
 def _of_the_sum(found: FoundExperts, rows: Tensor, rounding: float) -> str | None:

@@ -136,16 +136,33 @@ class ExpertWeights:
                     self._known[id(parameter)] = parameter, axes
 
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
-        """Optimizers that need more of a tensor than a rank holds."""
+        """Optimizers that need more of a tensor than a rank holds, or take experts together with other weights in a way that torch cannot."""
         ranks = self._view.size * self._view.tensor
-        return [
+        if not self._found or ranks == 1:
+            return []
+        problems = [
             Problem(
                 f"{type(optimizer).__name__} {reason}, and {ranks} ranks have a part of the experts each.",
                 "Use another optimizer.",
             )
             for optimizer in optimizers
-            if self._found and ranks > 1 and (reason := needs_whole_tensors(optimizer)) is not None
+            if (reason := needs_whole_tensors(optimizer)) is not None
         ]
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.ASGD) and _at_once(optimizer):
+                what = "ASGD updates all weights in one call, which torch cannot where experts live on other ranks than the weights around them."
+                problems.append(Problem(what, "Use ASGD(foreach=False)."))
+        return problems
+
+
+# Checked with torch 2.13: of its optimizers this one alone has a call (`torch._foreach_addcmul_` with one factor) that refuses several meshes.
+def _at_once(optimizer: Optimizer) -> bool:
+    """Whether it updates a list of weights together; by itself it does on accelerators."""
+    groups = optimizer.param_groups
+    return any(
+        group["foreach"] or (group["foreach"] is None and any(p.device.type != "cpu" for p in group["params"]))
+        for group in groups
+    )
 
 
 def _in_order(mesh: ParallelMesh, part: DeviceMesh) -> list[str]:

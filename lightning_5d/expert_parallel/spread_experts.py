@@ -204,6 +204,11 @@ class SpreadExperts(Parallelized):
         return {} if self._weights is None else self._weights.forms
 
     @override
+    def shares_of_work(self) -> Mapping[nn.Module, float]:
+        # Ranks that have the same rows, those of the tensor axis, share them out at the door.
+        return {} if self._view is None else {layer.module: 1.0 for layer in self._here}
+
+    @override
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
         return [] if self._weights is None else self._weights.optimizer_problems(optimizers)
 

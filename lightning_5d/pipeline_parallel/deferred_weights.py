@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from lightning_5d.model_flops import counted_with_backward
 from lightning_5d.pipeline_parallel.weight_products import Product, product_of
 from lightning_5d.replaced_forward import ReplacedForward
 
@@ -159,7 +160,8 @@ class DeferringForward(ReplacedForward):
             and torch.is_grad_enabled()
             and is_plain(x, weight, bias, self.product)
         ):
-            return _Deferring.apply(x, weight, bias, self.product, self.deferred)  # type: ignore[no-untyped-call]
+            with counted_with_backward(x, weight):
+                return _Deferring.apply(x, weight, bias, self.product, self.deferred)  # type: ignore[no-untyped-call]
         return self.original(x)
 
 

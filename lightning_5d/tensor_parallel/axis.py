@@ -26,15 +26,12 @@ class Arriving(ABC):
         """Its result, which belongs to the caller. To be called once."""
 
 
-class TensorAxis(ABC):
-    """The collectives between the ranks that hold the same layers' shards; every rank calls them in the same order.
-
-    Inputs are never written to; results are new tensors that the caller may keep and write to. The ``start_…`` methods return at once,
-    and the input must then stay as it is until :meth:`Arriving.wait`.
+class RankExchange:
+    """What the ranks of a group send each other. Inputs are never written to.
 
     Attributes:
-        rank: This rank's place on the axis.
-        size: Ranks on the axis.
+        rank: This rank's place in the group.
+        size: Ranks.
         traffic: What was sent.
     """
 
@@ -42,6 +39,36 @@ class TensorAxis(ABC):
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         self.traffic = Traffic()
+
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Uninitialised contiguous memory, from which the ``start_…`` methods may send without a copy.
+
+        After it has been sent it must not be written to again: others may still read it.
+
+        Args:
+            shape: Its shape.
+            like: A tensor of its dtype and device.
+        """
+        return like.new_empty(tuple(shape))
+
+    def memory(self) -> list[Tensor]:
+        """The memory that this rank keeps for reuse, whole."""
+        return []
+
+    def mapped(self) -> list[Tensor]:
+        """The memory of other ranks that this one reads in place, whole."""
+        return []
+
+    def close(self) -> None:
+        """Gives back what is held."""
+
+
+class TensorAxis(RankExchange, ABC):
+    """The collectives between the ranks that hold the same layers' shards; every rank calls them in the same order.
+
+    Results are new tensors that the caller may keep and write to. The ``start_…`` methods return at once, and the input must then stay
+    as it is until :meth:`Arriving.wait`.
+    """
 
     @abstractmethod
     def start_sum(self, x: Tensor, reduction: Reduction = "sum") -> Arriving:
@@ -66,28 +93,6 @@ class TensorAxis(ABC):
     def scatter_sum(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part, along `dim`, of the sum over the ranks."""
         return self.start_scatter_sum(x, dim).wait()
-
-    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Uninitialised contiguous memory, from which the ``start_…`` methods may send without a copy.
-
-        After it has been sent it must not be written to again: others may still read it.
-
-        Args:
-            shape: Its shape.
-            like: A tensor of its dtype and device.
-        """
-        return like.new_empty(tuple(shape))
-
-    def memory(self) -> list[Tensor]:
-        """The memory that this rank keeps for reuse, whole."""
-        return []
-
-    def mapped(self) -> list[Tensor]:
-        """The memory of other ranks that this one reads in place, whole."""
-        return []
-
-    def close(self) -> None:  # noqa: B027 - most axes hold nothing
-        """Gives back what the axis holds."""
 
 
 class CollectiveAxis(TensorAxis):

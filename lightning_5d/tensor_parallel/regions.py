@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_5d.model_flops import counted_with_backward
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
 from lightning_5d.pipeline_parallel.weight_products import Product, TransposedProduct
 from lightning_5d.tensor_parallel.axis import Arriving, TensorAxis
@@ -136,7 +137,8 @@ def enter(x: Tensor, axis: TensorAxis, pieces: Pieces | None = None, parameters:
 def column(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: Linear) -> Tensor:
     """A layer with some of the columns, on an entered tensor or what has become of it."""
     entry = x.__dict__.get(_ENTRY)
-    out: Tensor = _Column.apply(x, weight, bias, layer, entry)  # type: ignore[no-untyped-call]
+    with counted_with_backward(x, weight):
+        out: Tensor = _Column.apply(x, weight, bias, layer, entry)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -149,7 +151,8 @@ def row(
     pieces: Pieces | None = None,
 ) -> Tensor:
     """A layer with some of the rows, and the way out of the region; the bias comes after the sum."""
-    out: Tensor = _Row.apply(x, weight, bias, layer, axis, pieces)  # type: ignore[no-untyped-call]
+    with counted_with_backward(x, weight):
+        out: Tensor = _Row.apply(x, weight, bias, layer, axis, pieces)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -181,7 +184,8 @@ def head(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: Line
         parameters = [weight] if bias is None else [weight, bias]
         return column(enter(x, axis, None, parameters), weight, bias, layer)
     piece, pieces = found
-    out: Tensor = _JoinedColumn.apply(piece, x.detach(), weight, bias, layer, pieces)  # type: ignore[no-untyped-call]
+    with counted_with_backward(x, weight):
+        out: Tensor = _JoinedColumn.apply(piece, x.detach(), weight, bias, layer, pieces)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -16,6 +16,7 @@ from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.layout import TensorLayout
 from lightning_5d.tensor_parallel.partial_gradients import PartialGradients
 from lightning_5d.tensor_parallel.placement import Holders, place, placed_elsewhere
+from lightning_5d.tensor_parallel.work import shares_of_work
 
 
 class PlacedWeights(Parallelized):
@@ -93,6 +94,10 @@ class PlacedWeights(Parallelized):
     @override
     def stored_forms(self) -> Mapping[str, StoredForm]:
         return self._holders.forms
+
+    @override
+    def shares_of_work(self) -> Mapping[nn.Module, float]:
+        return shares_of_work(self._module, self.layout, self.axis.size)
 
     @override
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:

@@ -1,6 +1,8 @@
 """Rows arrive in the order that experts want, and go back to where they came from."""
 
+import resource
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,3 +168,30 @@ def _missing(rank: int) -> None:
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_its_group_says(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="Rank 0 has waited 1 s for rank 1 of the expert group"):
         ranks(2, _missing, timeout=20)
+
+
+def _out_of_memory(rank: int) -> str:
+    exchange = open_kind("shared memory")
+    routes = exchange.routes(torch.ones(2, dtype=torch.int64), 8)
+    exchange.start_return(exchange.start_dispatch(torch.ones(2, 2), routes).wait(), routes).wait()
+    mapped = Path("/proc/self/maps").read_text()
+    assert "lightning-5d" in mapped
+    assert "/dev/shm/" not in mapped, "so it does not matter how small that is"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if rank:  # as a container without memory: a file of it cannot grow
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+        routes = exchange.routes(torch.full((2,), 1000), 256)
+        with pytest.raises((MemoryError, RuntimeError)) as found:
+            exchange.start_dispatch(torch.ones(2000, 64), routes).wait()
+    finally:
+        exchange.close()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return str(found.value)
+
+
+def test_no_room_for_memory_is_an_error_at_once_on_all_ranks(ranks: RankPool) -> None:
+    first, second = ranks(2, _out_of_memory, timeout=20)
+    assert "Rank 1 of the expert group is gone" in first
+    assert "No room for" in second
+    assert "rank 1 of the expert group shares" in second

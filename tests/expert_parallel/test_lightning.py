@@ -8,7 +8,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
@@ -23,7 +25,7 @@ from tests.pipeline_parallel.test_lightning import table_in, without_steps
 from tests.pipeline_parallel.test_sharing import ONE, TRAINER, close
 from tests.pipeline_parallel.whole_runs import Model, whole_run
 from tests.ranks.pool import RankPool
-from tests.tensor_parallel.parity import SEPARATE, Rows, apart, fit
+from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, apart, fit
 from tests.trainers import quiet
 
 
@@ -171,3 +173,51 @@ def test_what_people_do_around_training(ranks: RankPool, tmp_path: Path, monkeyp
     close({name: first[name] for name in expected}, expected)
     assert "rank 1  experts 2-3" in first["own text"]
     assert "model.model.layers.*.mlp.experts (2)" in first["Mixtral text"]
+
+
+class _Summary(L.Callback):
+    """What is said of a module's size while its experts are spread."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for depth in (1, -1):
+            summary = ModelSummary(module, max_depth=depth)
+            self.found.append([*zip(summary.layer_names, summary.param_nums, strict=True), summary.total_parameters])
+
+
+def _little(rank: int, world: int) -> dict[str, Any]:
+    """Runs on three rows, which two ranks do not divide: the first one is then there twice."""
+    seen: dict[str, Any] = {}
+    three, summary = [0, 1, 2] if world > 1 else [0, 1, 2, 0], _Summary()
+
+    def trainer(**arguments: Any) -> L.Trainer:
+        chosen = {"strategy": FiveD(ExpertParallel(2), timeout=30)} if world > 1 else {}
+        return quiet(devices=world, **{"use_distributed_sampler": False, **chosen, **arguments})
+
+    bar = {"enable_progress_bar": True, "callbacks": [summary, RichProgressBar()]}
+    for name, rows_of, options in (
+        ("fit", three, {"max_epochs": 2, **bar}),
+        ("limits", range(12), {"limit_val_batches": 1, "limit_train_batches": 0.5, "max_epochs": 2}),
+    ):
+        made = trainer(**options)  # type: ignore[arg-type]
+        made.fit(mixture()(), datamodule=Dealt(Subset(Rows(12, 5), rows_of), 4))
+        seen[name] = [made.global_step, float(made.callback_metrics["val_loss"])]
+    made = trainer(use_distributed_sampler=True, overfit_batches=1, max_epochs=2)
+    loader = DataLoader(Rows(12, 5), 4 // world)
+    made.fit(mixture()(), loader, loader)
+    seen["overfit"] = [made.global_step, float(made.callback_metrics["val_loss"])]
+    # And nothing has been fitted before.
+    seen["validate"] = trainer().validate(mixture()(), datamodule=Dealt(Subset(Rows(8, 5), three), 4), verbose=False)
+    seen["summary"] = summary.found
+    if world > 1:
+        with pytest.raises(Exception, match="has 1 samples for 2 data ranks"):
+            trainer(use_distributed_sampler=True).fit(mixture()(), DataLoader(Rows(1, 5), 2))
+    return seen
+
+
+def test_little_data_and_few_batches(ranks: RankPool) -> None:
+    expected = _little(0, 1)
+    for found in ranks(2, _little, 2, **SEPARATE):
+        close(found, expected)

@@ -55,6 +55,7 @@ class AllWeights(Experts):
         return super().forward(hidden, index, weights.gather(-1, index))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -65,9 +66,16 @@ class AllWeights(Experts):
         (AllWeights, "does not run with rows of one expert each"),
     ],
 )
-def test_a_forward_that_is_no_weighted_sum_is_refused(kind: Callable[[int], nn.Module], words: str) -> None:
-    (problem,) = near_misses(nn.ModuleDict({"experts": kind(2)}))
+def test_a_forward_that_is_no_weighted_sum_is_refused(
+    kind: Callable[[int], nn.Module], words: str, device: str
+) -> None:
+    with torch.device(device):
+        module = kind(2)
+        right = Experts(12)
+    assert not near_misses(nn.ModuleDict({"experts": right}))
+    (problem,) = near_misses(nn.ModuleDict({"experts": module}))
     assert words in str(problem)
+    assert {parameter.device.type for parameter in module.parameters()} == {device}
 
 
 def test_experts_made_of_ours_compute_by_their_own_forward() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
@@ -29,12 +30,19 @@ def _hooked() -> LanguageModel:
     return module
 
 
+def _averaged() -> LanguageModel:
+    module = mixture()()
+    module.configure_optimizers = lambda: torch.optim.ASGD(module.parameters(), foreach=True)  # type: ignore[method-assign]
+    return module
+
+
 CASES: list[tuple[Callable[[], Any], list[Parallelism], dict[str, Any], list[str]]] = [
     (decoder(), [ExpertParallel(2)], {}, ["LanguageModel has no MoE layer", "Leave ExpertParallel out"]),
     (partial(Routed, (4, 5)), [ExpertParallel(2)], {}, ["2 does not divide the 5 experts of layers.*.experts", "a size of 1 does"]),
     (_listed, [ExpertParallel(2)], {}, ["layers.0.experts (ModuleList)", "is a ModuleList of 4 modules"]),
     (partial(Spreading, "Mixtral", num_experts_per_tok=6), [ExpertParallel(2)], {}, ["to 6 experts and has 4", "At most 4"]),
     (_hooked, [ExpertParallel(2), ZeRO(stage=0)], {}, ["layers.1.mlp.experts.down_proj", "hooks on these parameters would be lost"]),
+    (_averaged, [ExpertParallel(2), ZeRO(stage=0)], {}, ["ASGD updates all weights in one call", "Use ASGD(foreach=False)"]),
     (mixture(), [ExpertParallel(2), ZeRO(stage=0)], {"callback": WeightAveraging}, ["WeightAveraging averages whole"]),
     (
         mixture(),
