@@ -203,10 +203,10 @@ class ExchangingParamGroup(RecordingParamGroup):
     # Gathering #
     @override
     def unshard(self, async_op: bool = False) -> None:
+        if self._arrival is not None or self.is_unsharded:
+            return
         if self.peers.shard is None:
             super().unshard(False)
-            return
-        if self._arrival is not None or self.is_unsharded:
             return
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return
@@ -238,7 +238,9 @@ class ExchangingParamGroup(RecordingParamGroup):
     @override
     def wait_for_unshard(self) -> None:
         if self.peers.shard is None:
-            if self._all_gather_result is not None and all(map(can_lend, self.fsdp_params)):
+            if self._all_gather_result is None:
+                return
+            if all(map(can_lend, self.fsdp_params)):
                 with torch.inference_mode(False), torch.no_grad():
                     for param in self.fsdp_params:
                         lend(param)
@@ -297,6 +299,13 @@ class ExchangingParamGroup(RecordingParamGroup):
         return super().pre_forward(module, args, kwargs)
 
     @override
+    def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
+        # Nobody waits for gradients that stay on this rank, and if memory does not either, they are taken in where backward ends.
+        if self.is_alone and (self.exchange.keep_unsharded or all(map(can_lend, self.fsdp_params))):
+            return args, kwargs
+        return super()._register_post_backward_hook(args, kwargs)
+
+    @override
     def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         if torch.is_grad_enabled() and not is_bw():
             self.uses += 1
@@ -332,6 +341,11 @@ class ExchangingParamGroup(RecordingParamGroup):
     @override
     def arriving(self) -> bool:
         return self._arrival is not None or super().arriving
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is spread over no other rank, as experts are of which each rank has others."""
+        return self.peers.shard is None and self.peers.replicate is None
 
     @property
     def is_trained(self) -> bool:
@@ -408,9 +422,8 @@ class ExchangingParamGroup(RecordingParamGroup):
         self, params: list[FSDPParam], grads: list[torch.Tensor], reduce_dtype: torch.dtype, position: int
     ) -> None:
         exchange, peers = self.exchange, self.peers
-        alone = peers.shard is None and peers.replicate is None and peers.divide_by == 1
-        if alone and all(grad.dtype == param.orig_dtype for grad, param in zip(grads, params, strict=True)):
-            hand_over(params, grads)
+        if self.is_alone and all(grad.dtype == param.orig_dtype for grad, param in zip(grads, params, strict=True)):
+            hand_over(params, grads, float(peers.divide_by))
             return
         ranks = peers.shard.size if peers.shard is not None else 1
         dims = [param.fsdp_placement.dim for param in params]

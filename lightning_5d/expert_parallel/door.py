@@ -72,6 +72,7 @@ class ExpertDoor(AroundForward):
         self._decide = None if capacity is None else partial(kept_by_capacity, experts=layer.count, capacity=capacity)
         self._whole: Mapping[str, Tensor] | None = None
         self._names = tuple(inspect.signature(self.original).parameters)
+        self._called = f"{layer.name}({', '.join(self._names[:3])})"
         # The block of this package leaves nothing to nobody, and its experts raise at what is none.
         self._may_choose_none = layer.compute is not compute_experts
         layer.module.__dict__["forward"] = self
@@ -143,14 +144,13 @@ class ExpertDoor(AroundForward):
             TypeError: If something is no tensor.
             ValueError: If the experts of rows are no whole numbers, or there are not as many of anything as rows.
         """
-        called = f"{self.layer.name}({', '.join(self._names[:3])})"
         if not all(isinstance(x, Tensor) for x in (hidden, index, weights)):
             kinds = ", ".join(type(x).__name__ for x in (hidden, index, weights))
-            raise TypeError(f"{called} got {kinds}: experts that are spread over ranks take three tensors.")
+            raise TypeError(f"{self._called} got {kinds}: experts that are spread over ranks take three tensors.")
         if not _are_choices(hidden, index) or weights.numel() != index.numel():
             got = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in (hidden, index, weights))
             raise ValueError(
-                f"{called} got {got}: experts that are spread over ranks take rows (N, D), K experts of each (N, K) as whole numbers, and as many"
+                f"{self._called} got {got}: experts that are spread over ranks take rows (N, D), K experts of each (N, K) as whole numbers, and as many"
                 " weights (N, K)."
             )
         index_NK = _by_row(hidden, index)
