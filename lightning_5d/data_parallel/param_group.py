@@ -8,6 +8,7 @@ from where it arrives straight into the parameters, and a reduction is only star
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -300,10 +301,7 @@ class ExchangingParamGroup(RecordingParamGroup):
 
     @override
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
-        # Nobody waits for gradients that stay on this rank, and if memory does not either, they are taken in where backward ends.
-        if self.is_alone and (self.exchange.keep_unsharded or all(map(can_lend, self.fsdp_params))):
-            return args, kwargs
-        return super()._register_post_backward_hook(args, kwargs)
+        return (args, kwargs) if self.is_spared else super()._register_post_backward_hook(args, kwargs)
 
     @override
     def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
@@ -346,6 +344,14 @@ class ExchangingParamGroup(RecordingParamGroup):
     def is_alone(self) -> bool:
         """Whether it is spread over no other rank, as experts are of which each rank has others."""
         return self.peers.shard is None and self.peers.replicate is None
+
+    @property
+    def is_spared(self) -> bool:
+        """Whether hooks of its module have nothing to free and nothing to send.
+
+        Then gradients are taken in where backward ends, and hooks gather what is not whole yet.
+        """
+        return self.is_alone and self.exchange.keep_unsharded
 
     @property
     def is_trained(self) -> bool:
@@ -469,8 +475,8 @@ def adopt(state: FSDPState, peers: Peers, exchange: Exchange | None) -> list[Rec
     (``fsdp_pre_all_gather``, as in float8 training) keep FSDP2's collectives.
     """
     ids = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
-    hide_operations((module, ids) for module in state._modules)
     groups: list[Any] = state._fsdp_param_groups
+    hide_operations(((module, ids) for module in state._modules), partial(_has_work, state, groups))
     for group in groups:
         own_gather = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
         for param in group.fsdp_params:
@@ -498,6 +504,20 @@ def adopt(state: FSDPState, peers: Peers, exchange: Exchange | None) -> list[Rec
                 # Stages 0 to 2 hold all parameters all along; keeping the memory spares fresh pages every step.
                 param.free_unsharded_param = keep
     return list(groups)
+
+
+def _has_work(state: FSDPState, groups: Sequence[FSDPParamGroup]) -> bool:
+    """Whether FSDP2's hooks before and after the forward of a module have anything to do."""
+    policy = state._mp_policy
+    if (
+        policy.param_dtype is not None
+        or policy.output_dtype is not None
+        or state._training_state == TrainingState.FORWARD
+    ):
+        return True
+    return not all(
+        isinstance(group, ExchangingParamGroup) and group.is_spared and group.is_unsharded for group in groups
+    )
 
 
 def state_of(module: nn.Module) -> FSDPState:

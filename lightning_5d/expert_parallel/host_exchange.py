@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -36,29 +36,23 @@ class Reading:
         pieces_R: Into how long pieces these are cut.
         taken: Which of the pieces it reads.
         by_rank: All of one rank come before those of the next one. Else the first piece of each, then the second ones.
-        length: How many rows it reads in all.
     """
 
     rows_R: Sequence[int]
     pieces_R: Sequence[Sequence[int]]
     taken: slice
     by_rank: bool
-    length: int
 
-    def owners(self) -> list[int]:
+    @cached_property
+    def owners(self) -> Sequence[int]:
         """The ranks of which it reads any row."""
         return [rank for rank, pieces in enumerate(self.pieces_R) if any(pieces[self.taken])]
 
-    def put_together(self, lie: Mapping[int, Tensor], out: Tensor) -> None:
-        """Copies the rows into their order.
-
-        Args:
-            lie: The rows of each rank.
-            out: Where to.
-        """
-        parts = [rows.split(self.pieces_R[owner])[self.taken] for owner, rows in lie.items()]  # type: ignore[no-untyped-call]
-        in_order = chain(*parts) if self.by_rank else chain(*zip(*parts, strict=True))
-        torch.cat(list(in_order), out=out)
+    def put_together(self, lie: Sequence[Tensor]) -> Tensor:
+        """Copies the rows of all `owners` into their order."""
+        pieces = (self.pieces_R[owner] for owner in self.owners)
+        parts = [torch.split_with_sizes(rows, each)[self.taken] for rows, each in zip(lie, pieces, strict=True)]
+        return torch.cat(list(chain(*parts) if self.by_rank else chain(*zip(*parts, strict=True))))
 
 
 class HostRoutes(Routes):
@@ -112,7 +106,7 @@ class HostRoutes(Routes):
         """The rows for this rank's experts in the memory of each rank: there by expert, of all experts."""
         here = self._experts_of(self._rank)
         pieces = [[sum(each[: here.start]), *each[here], sum(each[here.stop :])] for each in self.all_QE]
-        return Reading([sum(each) for each in self.all_QE], pieces, slice(1, -1), False, sum(self.received_R))
+        return Reading([sum(each) for each in self.all_QE], pieces, slice(1, -1), by_rank=False)
 
     @cached_property
     def returned(self) -> Reading:
@@ -126,7 +120,7 @@ class HostRoutes(Routes):
                 before = sum(counts_Q[self._rank + 1 :])
             pieces.append([*sizes, before])
             rows.append(sum(sizes) + before)
-        return Reading(rows, pieces, slice(1, None, 2), True, sum(self._own))
+        return Reading(rows, pieces, slice(1, None, 2), by_rank=True)
 
     def _experts_of(self, rank: int) -> slice:
         each = len(self._own) // self._ranks
@@ -155,10 +149,10 @@ class HostTokenExchange(TokenExchange):
 
     @override
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        if like.device.type != "cpu" or not math.prod(shape):
+        numel = math.prod(shape)
+        if like.device.type != "cpu" or not numel:
             return super().empty(shape, like)
         # Numbers of rows are others every time; with a few sizes of memory, each serves many of them.
-        numel = math.prod(shape)
         buffer = self._host.allocate(_rounded(numel), like.dtype, self._peers)
         return buffer[:numel].view(tuple(shape))
 
@@ -265,17 +259,16 @@ class _Rows(Arriving):
         if own is None:
             raise RuntimeError("What has arrived is waited for once.")
         reading = self._reading()
-        lie: dict[int, Tensor] = {}
+        lie: list[Tensor] = []
         taken: list[tuple[Peer, int]] = []
-        for owner in reading.owners():
+        for owner in reading.owners:
             if owner == self._exchange.rank:
-                lie[owner] = own
+                lie.append(own)
                 continue
-            lie[owner], peer, block = self._exchange.read(self._number, owner, reading.rows_R[owner], own)
+            rows, peer, block = self._exchange.read(self._number, owner, reading.rows_R[owner], own)
+            lie.append(rows)
             taken.append((peer, block))
-        out = own.new_empty((reading.length, own.shape[1]))
-        if lie:
-            reading.put_together(lie, out)
+        out = reading.put_together(lie) if lie else own.new_empty((0, own.shape[1]))
         for peer, block in taken:
             self._exchange.done(peer, block)
         self._own = None
