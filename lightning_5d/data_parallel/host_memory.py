@@ -27,7 +27,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Self, TypeVar
 
 import torch
@@ -351,19 +350,21 @@ class HostMemory:
         """Says what there is to say, as far as the peer's inbox has room."""
         try:
             while peer.unsent and not peer.gone:
-                count, size, fd = 1, len(peer.unsent[0][0]), peer.unsent[0][1]
-                for message, other in islice(peer.unsent, 1, None):
+                fd = peer.unsent[0][1]
+                messages: list[bytes] = []
+                size = 0
+                for message, other in peer.unsent:
                     size += len(message)
-                    if other is not None or size > _PACKET:
+                    if messages and (other is not None or size > _PACKET):
                         break
-                    count += 1
-                packet = b"".join(message for message, _ in islice(peer.unsent, count))
+                    messages.append(message)
+                packet = b"".join(messages)
                 if fd is None:
                     peer.connection.send(packet)
                 else:
                     socket.send_fds(peer.connection, [packet], [fd])
                     os.close(fd)
-                for _ in range(count):
+                for _ in messages:
                     peer.unsent.popleft()
         except BlockingIOError:
             return

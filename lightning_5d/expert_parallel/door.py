@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -181,19 +181,16 @@ class ExpertDoor(AroundForward):
     # Ranks of a microbatch draw from one stream, and have different rows in their experts: as many as come. So each has a stream of its own
     # in there, of a seed that is one number of the shared stream and the rank's place, and the shared stream goes on alike on all. What
     # backward runs again finds the shared stream as it was, and so draws the same.
-    @contextmanager
-    def _own_numbers(self, device: torch.device) -> Iterator[None]:
+    def _own_numbers(self, device: torch.device) -> AbstractContextManager[Any]:
         place = None
         if self.layer.may_draw and self.module.training:
             place = self._ranks.place(spread=self._exchange is not None or self._has_parts)
         if place is None:
-            yield
-            return
+            return nullcontext()
         with hidden_operations():
             # Of the CPU's generator, whatever the device is: nothing waits for it.
             number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        with Seeded(generators(device), own_seed(number, place)):
-            yield
+        return Seeded(generators(device), own_seed(number, place))
 
     @contextmanager
     def alone(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
@@ -229,8 +226,12 @@ def _are_choices(hidden: Tensor, index: Tensor) -> bool:
     """Whether these can be the experts of rows: some for each, as whole numbers."""
     if index.is_floating_point() or index.dtype == torch.bool or hidden.ndim < 2:
         return False
+    if hidden.ndim == index.ndim == 2:
+        return len(hidden) == len(index)
     return index.shape == hidden.shape[:-1] or index.shape[:-1].numel() == hidden.shape[:-1].numel()
 
 
 def _by_row(hidden: Tensor, index: Tensor) -> Tensor:
+    if hidden.ndim == index.ndim:
+        return index.reshape(-1, index.shape[-1])
     return index.reshape(-1, 1 if index.shape == hidden.shape[:-1] else index.shape[-1])
