@@ -1,14 +1,14 @@
 """FSDP2's parameter groups with this package's own exchanges: no copies that are not needed, nothing waits in backward.
 
-This file is the one place that knows the private parts of ``torch.distributed.fsdp._fully_shard``; checked with torch
-2.13. On CPU, FSDP2's collectives are synchronous and go through a flat copy on both sides; here a gather is copied
-from where it arrives straight into the parameters, and a reduction is only started in backward.
+This file, with `states` where it is put to work, is the one place that knows the private parts of
+``torch.distributed.fsdp._fully_shard``; checked with torch 2.13. On CPU, FSDP2's collectives are synchronous and go through a
+flat copy on both sides; here a gather is copied from where it arrives straight into the parameters, and a reduction is only
+started in backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +16,9 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from typing_extensions import override
 
 from lightning_5d.data_parallel.exchange import Exchange
-from lightning_5d.data_parallel.hooks_aside import hide_operations
 from lightning_5d.data_parallel.layout import Layout, cut_among_ranks
 from lightning_5d.data_parallel.param import (
     can_lend,
@@ -28,13 +26,11 @@ from lightning_5d.data_parallel.param import (
     drop_gradient,
     hand_over,
     has_gradient,
-    keep,
     keep_writes,
     lend,
     move_into,
     places_of_shards,
     resume_gradient,
-    show_plain,
     suspend_gradient,
     take_gradient,
     widen_gradient,
@@ -47,7 +43,7 @@ from lightning_5d.data_parallel.transport import Arrival
 class RecordingParamGroup(FSDPParamGroup):
     """An FSDP2 parameter group that remembers which parameters took part in the present accumulation window.
 
-    Never constructed: :func:`adopt` turns groups that ``fully_shard`` has made into this class.
+    Never constructed: :func:`lightning_5d.data_parallel.states.adopt` turns groups that ``fully_shard`` has made into this class.
     """
 
     used: set[int]
@@ -247,6 +243,7 @@ class ExchangingParamGroup(RecordingParamGroup):
                         lend(param)
                     self._all_gather_result = None
                     self._to_unsharded()
+                return
             super().wait_for_unshard()
             return
         if self._arrival is None:
@@ -466,63 +463,3 @@ class ExchangingParamGroup(RecordingParamGroup):
             buffer, own, peers.shard, peers.replicate, 2 * tag + 1, divide_by, take_in, exchange.results
         )
         peers.pending.add(reduction, can_poll=peers.can_poll)
-
-
-def adopt(state: FSDPState, peers: Peers, exchange: Exchange | None) -> list[RecordingParamGroup]:
-    """Makes the parameter groups of one FSDP2 state ours; with an ``exchange`` they gather and reduce among ``peers`` through it.
-
-    States must be adopted in the order of their forward, the root first. Groups whose tensors bring their own gather
-    (``fsdp_pre_all_gather``, as in float8 training) keep FSDP2's collectives.
-    """
-    ids = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
-    groups: list[Any] = state._fsdp_param_groups
-    hide_operations(((module, ids) for module in state._modules), partial(_has_work, state, groups))
-    for group in groups:
-        own_gather = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
-        for param in group.fsdp_params:
-            if param.is_dtensor:
-                show_plain(param)
-        group.used, group.fresh, group.reductions = set(), set(), 0
-        group.holding = group.pinned = group.compare_all = group.exposed = False
-        group._full_versions = []
-        if exchange is None or own_gather:
-            group.__class__ = RecordingParamGroup
-            group.reduce_scatter_unused_params = True
-            if peers.divide_by != peers.count:
-                # In the place of an all-reduce of the user's, right after the mean over its ranks. Its `gradient_divide_factor`
-                # divides twice where it adds up in fp16 over one rank, or replicates.
-                group._all_reduce_hook = peers.correct_mean
-            continue
-        group.__class__ = ExchangingParamGroup
-        group.exchange, group.peers, group.index = exchange, peers, len(exchange.groups)
-        group._arrival = group._gathered = group._layout = None
-        group._targets = []
-        group.uses = 0
-        exchange.groups.append(group)
-        if exchange.keep_unsharded:
-            for param in group.fsdp_params:
-                # Stages 0 to 2 hold all parameters all along; keeping the memory spares fresh pages every step.
-                param.free_unsharded_param = keep
-    return list(groups)
-
-
-def _has_work(state: FSDPState, groups: Sequence[FSDPParamGroup]) -> bool:
-    """Whether FSDP2's hooks before and after the forward of a module have anything to do."""
-    policy = state._mp_policy
-    if (
-        policy.param_dtype is not None
-        or policy.output_dtype is not None
-        or state._training_state == TrainingState.FORWARD
-    ):
-        return True
-    return not all(
-        isinstance(group, ExchangingParamGroup) and group.is_spared and group.is_unsharded for group in groups
-    )
-
-
-def state_of(module: nn.Module) -> FSDPState:
-    """The FSDP2 state of a module to which ``fully_shard`` (or ``replicate``) was applied."""
-    state = _get_module_fsdp_state(module)
-    if state is None:
-        raise ValueError(f"{type(module).__name__} was not sharded; pass it to shard() as a block or as the root.")
-    return state
