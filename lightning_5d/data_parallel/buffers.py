@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from typing import Any
 
 import torch
 
@@ -20,21 +21,22 @@ class Buffer:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory, self.nbytes = memory, len(memory)
-        self.lent = False
+        self._loan: weakref.ref[Any] | None = None
 
-    def lend(self) -> torch.Tensor:
-        """The whole memory as bytes."""
+    @property
+    def lent(self) -> bool:
+        """Whether a tensor of the last loan is still there."""
+        return self._loan is not None and self._loan() is not None
+
+    def lend(self, numel: int = -1, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """The first elements of the memory; all of it by default."""
         loan = (ctypes.c_char * self.nbytes).from_buffer(self._memory)
-        self.lent = True
-        weakref.finalize(loan, self._take_back).atexit = False
-        return torch.frombuffer(loan, dtype=torch.uint8)
+        self._loan = weakref.ref(loan)
+        return _elements(loan, numel, dtype)
 
-    def view(self) -> torch.Tensor:
-        """The whole memory as bytes, to look at; does not count as lent."""
-        return torch.frombuffer(self._memory, dtype=torch.uint8)
-
-    def _take_back(self) -> None:
-        self.lent = False
+    def view(self, numel: int = -1, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """The same, to look at; does not count as lent."""
+        return _elements(self._memory, numel, dtype)
 
 
 class BufferPool:
@@ -51,11 +53,17 @@ class BufferPool:
         if buffer is None:
             buffer = Buffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
             buffers.append(buffer)
-        return buffer.lend()[: numel * dtype.itemsize].view(dtype)
+        return buffer.lend(numel, dtype)
 
     def views(self) -> list[torch.Tensor]:
         """All of its memory, lent or not, one tensor for each piece."""
         return [buffer.view() for buffers in self._by_size.values() for buffer in buffers]
+
+
+def _elements(memory: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    # Torch takes a count of 0 for an error.
+    elements = torch.frombuffer(memory, dtype=dtype, count=numel or 1)
+    return elements if numel else elements[:0]
 
 
 def in_pages(nbytes: int) -> int:

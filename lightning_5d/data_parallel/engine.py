@@ -15,12 +15,13 @@ from typing_extensions import override
 from lightning_5d.data_parallel import account
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.options import ShardOptions
-from lightning_5d.data_parallel.param_group import RecordingParamGroup, adopt
+from lightning_5d.data_parallel.param_group import RecordingParamGroup
 from lightning_5d.data_parallel.parts import Owners
 from lightning_5d.data_parallel.peers import Peers
 from lightning_5d.data_parallel.reducer import GradientReducer
 from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.shown_gradients import ShownGradients
+from lightning_5d.data_parallel.states import adopt
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transport import Transport
 from lightning_5d.parallelism import Part

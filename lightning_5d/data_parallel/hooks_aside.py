@@ -41,22 +41,27 @@ def hooks_aside(hooks: Iterable[tuple[nn.Module, Collection[int]]]) -> Iterator[
 # [Note: groups inside of what backward runs again]
 # Experts are a group of their own inside of a block. Where that block is recomputed, their hooks run again, and find weights gathered by then,
 # or by other means: the operations of these hooks are not those of the first run, by whose numbers selective recomputation goes.
-def hide_operations(hooks: Iterable[tuple[nn.Module, Collection[int]]]) -> None:
+def hide_operations(
+    hooks: Iterable[tuple[nn.Module, Collection[int]]], needed: Callable[[], bool] | None = None
+) -> None:
     """Lets selective recomputation neither count nor keep operations of some forward hooks and forward pre-hooks.
 
     Args:
         hooks: As for `hooks_aside`.
+        needed: Whether they have anything to do now; they have if not given.
     """
     for module, identifiers in hooks:
         for registered in (module._forward_pre_hooks, module._forward_hooks):
             for identifier in identifiers:
                 if identifier in registered:
-                    registered[identifier] = _hidden(registered[identifier])
+                    registered[identifier] = _hidden(registered[identifier], needed)
 
 
-def _hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _hidden(hook: Callable[..., Any], needed: Callable[[], bool] | None) -> Callable[..., Any]:
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def hidden(*args: Any) -> Any:
+        if needed is not None and not needed():
+            return None
         with hidden_operations():
             return hook(*args)
 

@@ -27,7 +27,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Self, TypeVar
 
 import torch
@@ -93,8 +92,13 @@ class _Borrowed(Buffer):
         self._number, self._peer = number, peer
 
     @override
+    def lend(self, numel: int = -1, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        lent = super().lend(numel, dtype)
+        if self._loan is not None and (loan := self._loan()) is not None:
+            weakref.finalize(loan, self._take_back).atexit = False
+        return lent
+
     def _take_back(self) -> None:
-        super()._take_back()
         # Only noted, for it may come in the middle of anything: the garbage collector decides.
         self._peer.unsent.append((_MESSAGE.pack(_DONE, 0, 0, self._number, 0), None))
 
@@ -188,10 +192,7 @@ class HostMemory:
             block = self._find_free(size, audience)
         if block is None:
             block = self._new_block(size, audience)
-        whole = block.lend()
-        self._by_address[whole.data_ptr()] = block
-        buffer: torch.Tensor = whole[: numel * dtype.itemsize].view(dtype)
-        return buffer
+        return block.lend(numel, dtype)
 
     def _find_free(self, size: int, audience: tuple[Peer, ...]) -> Block | None:
         # The smallest that is large enough, so that exchanges of different sizes use the same memory in turn.
@@ -263,7 +264,7 @@ class HostMemory:
         when no tensor refers to them any more.
         """
         block, nbytes = self.await_ready(peer, tag, number)
-        return peer.blocks[block].lend()[:nbytes]
+        return peer.blocks[block].lend(nbytes)
 
     def done(self, peer: Peer, number: int, *, at_once: bool = True) -> None:
         """Tells a peer that its block has been read; at once, or with the next packet that it gets."""
@@ -323,6 +324,7 @@ class HostMemory:
                 f" ({error}). Fewer tokens in a microbatch, smaller blocks or a higher ZeRO stage need less."
             ) from error
         self.blocks.append(block)
+        self._by_address[block.view().data_ptr()] = block
         for peer in audience:
             peer.unsent.append((_MESSAGE.pack(_BLOCK, 0, 0, block.number, size), os.dup(block.fd)))
         os.close(block.fd)
@@ -348,19 +350,21 @@ class HostMemory:
         """Says what there is to say, as far as the peer's inbox has room."""
         try:
             while peer.unsent and not peer.gone:
-                count, size, fd = 1, len(peer.unsent[0][0]), peer.unsent[0][1]
-                for message, other in islice(peer.unsent, 1, None):
+                fd = peer.unsent[0][1]
+                messages: list[bytes] = []
+                size = 0
+                for message, other in peer.unsent:
                     size += len(message)
-                    if other is not None or size > _PACKET:
+                    if messages and (other is not None or size > _PACKET):
                         break
-                    count += 1
-                packet = b"".join(message for message, _ in islice(peer.unsent, count))
+                    messages.append(message)
+                packet = b"".join(messages)
                 if fd is None:
                     peer.connection.send(packet)
                 else:
                     socket.send_fds(peer.connection, [packet], [fd])
                     os.close(fd)
-                for _ in range(count):
+                for _ in messages:
                     peer.unsent.popleft()
         except BlockingIOError:
             return
@@ -401,9 +405,10 @@ class HostMemory:
                 elif peer.owed:
                     timeout_s = min(timeout_s, _RETRY_S)
         for fd, _ in self._poll.poll(timeout_s * 1000):
-            self._take_in(self._by_fd[fd])
+            # Who waits asks again if it was not the packet that it waits for; to find that there is no other costs as much as to read one.
+            self._take_in(self._by_fd[fd], one=timeout_s > 0)
 
-    def _take_in(self, peer: Peer) -> None:
+    def _take_in(self, peer: Peer, one: bool = False) -> None:
         while not peer.gone:
             try:
                 data, fds, _, _ = socket.recv_fds(peer.connection, _PACKET, 1)
@@ -428,6 +433,8 @@ class HostMemory:
                 else:
                     peer.blocks[block] = _Borrowed(mmap.mmap(fds[0], nbytes), block, peer)
                     os.close(fds[0])
+            if one:
+                return
 
     def _lose(self, peer: Peer) -> None:
         peer.gone = True

@@ -161,10 +161,10 @@ def _give(param: FSDPParam, grad: torch.Tensor) -> None:
         hook(param.sharded_param)
 
 
-def hand_over(params: Sequence[FSDPParam], grads: Sequence[torch.Tensor]) -> None:
-    """Makes gradients those of the shards, where a shard is all of its parameter."""
+def hand_over(params: Sequence[FSDPParam], grads: Sequence[torch.Tensor], divide_by: float) -> None:
+    """Makes gradients, divided in place, those of the shards, where a shard is all of its parameter."""
     for param, grad in zip(params, grads, strict=True):
-        _give(param, grad.contiguous())
+        _give(param, grad.contiguous() if divide_by == 1 else grad.contiguous().div_(divide_by))
 
 
 def keep_writes(param: FSDPParam, version: int, compare: bool) -> None:

@@ -1,8 +1,9 @@
 """FSDP2's parameter groups with this package's own exchanges: no copies that are not needed, nothing waits in backward.
 
-This file is the one place that knows the private parts of ``torch.distributed.fsdp._fully_shard``; checked with torch
-2.13. On CPU, FSDP2's collectives are synchronous and go through a flat copy on both sides; here a gather is copied
-from where it arrives straight into the parameters, and a reduction is only started in backward.
+This file, with `states` where it is put to work, is the one place that knows the private parts of
+``torch.distributed.fsdp._fully_shard``; checked with torch 2.13. On CPU, FSDP2's collectives are synchronous and go through a
+flat copy on both sides; here a gather is copied from where it arrives straight into the parameters, and a reduction is only
+started in backward.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from typing_extensions import override
 
 from lightning_5d.data_parallel.exchange import Exchange
-from lightning_5d.data_parallel.hooks_aside import hide_operations
 from lightning_5d.data_parallel.layout import Layout, cut_among_ranks
 from lightning_5d.data_parallel.param import (
     can_lend,
@@ -27,13 +26,11 @@ from lightning_5d.data_parallel.param import (
     drop_gradient,
     hand_over,
     has_gradient,
-    keep,
     keep_writes,
     lend,
     move_into,
     places_of_shards,
     resume_gradient,
-    show_plain,
     suspend_gradient,
     take_gradient,
     widen_gradient,
@@ -46,7 +43,7 @@ from lightning_5d.data_parallel.transport import Arrival
 class RecordingParamGroup(FSDPParamGroup):
     """An FSDP2 parameter group that remembers which parameters took part in the present accumulation window.
 
-    Never constructed: :func:`adopt` turns groups that ``fully_shard`` has made into this class.
+    Never constructed: :func:`lightning_5d.data_parallel.states.adopt` turns groups that ``fully_shard`` has made into this class.
     """
 
     used: set[int]
@@ -203,10 +200,10 @@ class ExchangingParamGroup(RecordingParamGroup):
     # Gathering #
     @override
     def unshard(self, async_op: bool = False) -> None:
+        if self._arrival is not None or self.is_unsharded:
+            return
         if self.peers.shard is None:
             super().unshard(False)
-            return
-        if self._arrival is not None or self.is_unsharded:
             return
         if not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD:
             return
@@ -238,12 +235,15 @@ class ExchangingParamGroup(RecordingParamGroup):
     @override
     def wait_for_unshard(self) -> None:
         if self.peers.shard is None:
-            if self._all_gather_result is not None and all(map(can_lend, self.fsdp_params)):
+            if self._all_gather_result is None:
+                return
+            if all(map(can_lend, self.fsdp_params)):
                 with torch.inference_mode(False), torch.no_grad():
                     for param in self.fsdp_params:
                         lend(param)
                     self._all_gather_result = None
                     self._to_unsharded()
+                return
             super().wait_for_unshard()
             return
         if self._arrival is None:
@@ -297,6 +297,10 @@ class ExchangingParamGroup(RecordingParamGroup):
         return super().pre_forward(module, args, kwargs)
 
     @override
+    def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
+        return (args, kwargs) if self.is_spared else super()._register_post_backward_hook(args, kwargs)
+
+    @override
     def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
         if torch.is_grad_enabled() and not is_bw():
             self.uses += 1
@@ -332,6 +336,19 @@ class ExchangingParamGroup(RecordingParamGroup):
     @override
     def arriving(self) -> bool:
         return self._arrival is not None or super().arriving
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is spread over no other rank, as experts are of which each rank has others."""
+        return self.peers.shard is None and self.peers.replicate is None
+
+    @property
+    def is_spared(self) -> bool:
+        """Whether hooks of its module have nothing to free and nothing to send.
+
+        Then gradients are taken in where backward ends, and hooks gather what is not whole yet.
+        """
+        return self.is_alone and self.exchange.keep_unsharded
 
     @property
     def is_trained(self) -> bool:
@@ -408,9 +425,8 @@ class ExchangingParamGroup(RecordingParamGroup):
         self, params: list[FSDPParam], grads: list[torch.Tensor], reduce_dtype: torch.dtype, position: int
     ) -> None:
         exchange, peers = self.exchange, self.peers
-        alone = peers.shard is None and peers.replicate is None and peers.divide_by == 1
-        if alone and all(grad.dtype == param.orig_dtype for grad, param in zip(grads, params, strict=True)):
-            hand_over(params, grads)
+        if self.is_alone and all(grad.dtype == param.orig_dtype for grad, param in zip(grads, params, strict=True)):
+            hand_over(params, grads, float(peers.divide_by))
             return
         ranks = peers.shard.size if peers.shard is not None else 1
         dims = [param.fsdp_placement.dim for param in params]
@@ -447,49 +463,3 @@ class ExchangingParamGroup(RecordingParamGroup):
             buffer, own, peers.shard, peers.replicate, 2 * tag + 1, divide_by, take_in, exchange.results
         )
         peers.pending.add(reduction, can_poll=peers.can_poll)
-
-
-def adopt(state: FSDPState, peers: Peers, exchange: Exchange | None) -> list[RecordingParamGroup]:
-    """Makes the parameter groups of one FSDP2 state ours; with an ``exchange`` they gather and reduce among ``peers`` through it.
-
-    States must be adopted in the order of their forward, the root first. Groups whose tensors bring their own gather
-    (``fsdp_pre_all_gather``, as in float8 training) keep FSDP2's collectives.
-    """
-    ids = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
-    hide_operations((module, ids) for module in state._modules)
-    groups: list[Any] = state._fsdp_param_groups
-    for group in groups:
-        own_gather = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
-        for param in group.fsdp_params:
-            if param.is_dtensor:
-                show_plain(param)
-        group.used, group.fresh, group.reductions = set(), set(), 0
-        group.holding = group.pinned = group.compare_all = group.exposed = False
-        group._full_versions = []
-        if exchange is None or own_gather:
-            group.__class__ = RecordingParamGroup
-            group.reduce_scatter_unused_params = True
-            if peers.divide_by != peers.count:
-                # In the place of an all-reduce of the user's, right after the mean over its ranks. Its `gradient_divide_factor`
-                # divides twice where it adds up in fp16 over one rank, or replicates.
-                group._all_reduce_hook = peers.correct_mean
-            continue
-        group.__class__ = ExchangingParamGroup
-        group.exchange, group.peers, group.index = exchange, peers, len(exchange.groups)
-        group._arrival = group._gathered = group._layout = None
-        group._targets = []
-        group.uses = 0
-        exchange.groups.append(group)
-        if exchange.keep_unsharded:
-            for param in group.fsdp_params:
-                # Stages 0 to 2 hold all parameters all along; keeping the memory spares fresh pages every step.
-                param.free_unsharded_param = keep
-    return list(groups)
-
-
-def state_of(module: nn.Module) -> FSDPState:
-    """The FSDP2 state of a module to which ``fully_shard`` (or ``replicate``) was applied."""
-    state = _get_module_fsdp_state(module)
-    if state is None:
-        raise ValueError(f"{type(module).__name__} was not sharded; pass it to shard() as a block or as the root.")
-    return state

@@ -18,8 +18,8 @@ from lightning_5d.data_parallel.compatibility import sharded_optimizer_problems
 from lightning_5d.data_parallel.engine import Engine, ShardedEngine
 from lightning_5d.data_parallel.hooks_aside import hooks_aside
 from lightning_5d.data_parallel.options import ShardOptions
-from lightning_5d.data_parallel.param_group import state_of
 from lightning_5d.data_parallel.sharding import shard
+from lightning_5d.data_parallel.states import state_of
 from lightning_5d.mesh import ExpertView
 from lightning_5d.parallelism import Parallelized, Part, Problem
 

@@ -18,10 +18,10 @@ from lightning_5d.data_parallel.blocks import Blocks, cut
 from lightning_5d.data_parallel.engine import Engine, ReplicatedEngine
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.options import ShardOptions
-from lightning_5d.data_parallel.param_group import state_of
 from lightning_5d.data_parallel.peers import Spread
 from lightning_5d.data_parallel.scalars import ScalarParams
 from lightning_5d.data_parallel.scheduled import SchedulingEngine
+from lightning_5d.data_parallel.states import state_of
 from lightning_5d.data_parallel.traffic import Traffic
 from lightning_5d.data_parallel.transports import open_transport
 from lightning_5d.mesh import ExpertView

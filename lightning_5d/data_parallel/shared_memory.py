@@ -52,7 +52,7 @@ class _Reading(Arrival):
                     f"Rank {peer.rank} sent {nbytes} bytes where rank {rank} expected {bytes_sent}: "
                     "the ranks of a group must have the same parameters and batches of one shape."
                 )
-            theirs = peer.blocks[number].view()[:nbytes].view(sent.dtype)
+            theirs = peer.blocks[number].view(sent.numel(), sent.dtype)
             if self._share_of is not None:
                 theirs = theirs.narrow(0, self._share_of(peer.rank) * self._own.numel(), self._own.numel())
             self._parts[peer.rank] = theirs

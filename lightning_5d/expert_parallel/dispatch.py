@@ -140,7 +140,8 @@ class Way:
                 self._routes = exchange.routes(self._permutation.counts_E, self._size * hidden_ND.itemsize, layer)
         self._hidden: Tensor | None = hidden_ND
         self._rows: int | None = None
-        self._under_way: tuple[Tensor, _Crossing] | Tensor | None = None
+        # Rows, or what stands for them beside the way that they take.
+        self._under_way: tuple[Tensor, _Crossing | None] | None = None
 
     @cached_property
     def counts_M(self) -> Tensor:
@@ -153,11 +154,15 @@ class Way:
         hidden, self._hidden = self._hidden, None
         if hidden is None:
             raise RuntimeError("These tokens have been sent already.")
-        self._start(gather_rows(hidden, self._permutation, self._empty), back=False)
+        crossing = self._crossing(back=False)
+        rows = gather_rows(hidden, self._permutation, self._empty, crossing)
+        self._under_way = rows, crossing
 
     def arrived(self) -> Tensor:
         """The rows for this rank's experts, (S, D), by expert."""
-        arrived = self._wait()
+        arrived, crossing = self._taken()
+        if crossing is not None:
+            arrived = _Wait.apply(arrived, crossing)  # type: ignore[no-untyped-call]
         self._rows = len(arrived)
         return arrived
 
@@ -169,54 +174,53 @@ class Way:
         """
         if tuple(out_SD.shape) != (self._rows, self._size):
             raise ValueError(f"Experts made {tuple(out_SD.shape)} of {self._rows} rows of {self._size}.")
-        self._start(out_SD, back=True)
+        crossing = self._crossing(back=True)
+        if crossing is not None:
+            out_SD = _Start.apply(out_SD, crossing)  # type: ignore[no-untyped-call]
+        self._under_way = out_SD, crossing
 
     def finish(self, weights_NK: Tensor) -> Tensor:
         """The weighted sums, (N, D), in the dtype of the tokens."""
-        return weighted_sum(self._wait(), weights_NK, self._permutation, self._dtype, self._empty)
+        rows, crossing = self._taken()
+        return weighted_sum(rows, weights_NK, self._permutation, self._dtype, self._empty, crossing)
 
     @property
     def _empty(self) -> Empty | None:
         return None if self._exchange is None else self._exchange.empty
 
-    def _start(self, rows: Tensor, back: bool) -> None:
+    def _crossing(self, back: bool) -> _Crossing | None:
         if self._exchange is None or self._routes is None:
-            self._under_way = rows
-            return
-        crossing = _Crossing(self._exchange, self._routes)
-        ticket: Tensor = _Start.apply(rows, crossing, back)  # type: ignore[no-untyped-call]
-        self._under_way = ticket, crossing
+            return None
+        return _Crossing(self._exchange, self._routes, back)
 
-    def _wait(self) -> Tensor:
+    def _taken(self) -> tuple[Tensor, _Crossing | None]:
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             raise RuntimeError("Nothing is under way.")
-        if isinstance(under_way, Tensor):
-            return under_way
-        out: Tensor = _Wait.apply(*under_way)  # type: ignore[no-untyped-call]
-        return out
+        return under_way
 
 
 # [Note: two nodes of a crossing]
 # Rows set out in one node of the graph and arrive in another, so that something else may be computed in between; backward, gradients set out in
 # the second and arrive in the first, and what was computed in between has its backward in between. The engine takes nodes that are
 # ready in the reverse order of their making, whatever the router chose, so ranks meet. What goes from node to node is a ticket without elements,
-# which stands for the rows, and the `_Crossing` beside it.
+# which stands for the rows, and the `_Crossing` beside it. The first node of the way there also puts rows into their order, and the last one of the
+# way back adds them up.
 #
 # Selective recomputation sees nothing of all this: how many operations it takes depends on the choices, and memory that others read serves
 # again. A block that is computed again sends again.
 class _Crossing:
     """Rows, or gradients of rows, between their start and their arrival."""
 
-    def __init__(self, exchange: TokenExchange, routes: Routes) -> None:
-        self.exchange, self.routes = exchange, routes
+    def __init__(self, exchange: TokenExchange, routes: Routes, back: bool) -> None:
+        self.exchange, self.routes, self.back = exchange, routes, back
         self.arriving: Arriving | None = None
-        self.back = False
 
-    def start(self, rows: Tensor, back: bool) -> None:
-        exchange = self.exchange
+    def start(self, rows: Tensor, *, gradients: bool) -> Tensor:
+        exchange, back = self.exchange, self.back != gradients
         with hidden_operations():
             self.arriving = (exchange.start_return if back else exchange.start_dispatch)(rows, self.routes)
+        return rows.new_empty(0)
 
     def wait(self) -> Tensor:
         arriving, self.arriving = self.arriving, None
@@ -228,15 +232,13 @@ class _Crossing:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, crossing: _Crossing, back: bool) -> Tensor:
-        crossing.back = back
-        crossing.start(rows, back)
+    def forward(ctx: Any, rows: Tensor, crossing: _Crossing) -> Tensor:
         ctx.crossing = crossing
-        return rows.new_empty(0)
+        return crossing.start(rows, gradients=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.crossing.wait(), None, None
+        return ctx.crossing.wait(), None
 
 
 class _Wait(torch.autograd.Function):
@@ -247,6 +249,4 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        crossing: _Crossing = ctx.crossing
-        crossing.start(grad, not crossing.back)
-        return grad.new_empty(0), None
+        return ctx.crossing.start(grad, gradients=True), None

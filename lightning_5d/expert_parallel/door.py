@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -72,6 +72,7 @@ class ExpertDoor(AroundForward):
         self._decide = None if capacity is None else partial(kept_by_capacity, experts=layer.count, capacity=capacity)
         self._whole: Mapping[str, Tensor] | None = None
         self._names = tuple(inspect.signature(self.original).parameters)
+        self._called = f"{layer.name}({', '.join(self._names[:3])})"
         # The block of this package leaves nothing to nobody, and its experts raise at what is none.
         self._may_choose_none = layer.compute is not compute_experts
         layer.module.__dict__["forward"] = self
@@ -143,14 +144,13 @@ class ExpertDoor(AroundForward):
             TypeError: If something is no tensor.
             ValueError: If the experts of rows are no whole numbers, or there are not as many of anything as rows.
         """
-        called = f"{self.layer.name}({', '.join(self._names[:3])})"
         if not all(isinstance(x, Tensor) for x in (hidden, index, weights)):
             kinds = ", ".join(type(x).__name__ for x in (hidden, index, weights))
-            raise TypeError(f"{called} got {kinds}: experts that are spread over ranks take three tensors.")
+            raise TypeError(f"{self._called} got {kinds}: experts that are spread over ranks take three tensors.")
         if not _are_choices(hidden, index) or weights.numel() != index.numel():
             got = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in (hidden, index, weights))
             raise ValueError(
-                f"{called} got {got}: experts that are spread over ranks take rows (N, D), K experts of each (N, K) as whole numbers, and as many"
+                f"{self._called} got {got}: experts that are spread over ranks take rows (N, D), K experts of each (N, K) as whole numbers, and as many"
                 " weights (N, K)."
             )
         index_NK = _by_row(hidden, index)
@@ -181,19 +181,16 @@ class ExpertDoor(AroundForward):
     # Ranks of a microbatch draw from one stream, and have different rows in their experts: as many as come. So each has a stream of its own
     # in there, of a seed that is one number of the shared stream and the rank's place, and the shared stream goes on alike on all. What
     # backward runs again finds the shared stream as it was, and so draws the same.
-    @contextmanager
-    def _own_numbers(self, device: torch.device) -> Iterator[None]:
+    def _own_numbers(self, device: torch.device) -> AbstractContextManager[Any]:
         place = None
         if self.layer.may_draw and self.module.training:
             place = self._ranks.place(spread=self._exchange is not None or self._has_parts)
         if place is None:
-            yield
-            return
+            return nullcontext()
         with hidden_operations():
             # Of the CPU's generator, whatever the device is: nothing waits for it.
             number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        with Seeded(generators(device), own_seed(number, place)):
-            yield
+        return Seeded(generators(device), own_seed(number, place))
 
     @contextmanager
     def alone(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
@@ -229,8 +226,12 @@ def _are_choices(hidden: Tensor, index: Tensor) -> bool:
     """Whether these can be the experts of rows: some for each, as whole numbers."""
     if index.is_floating_point() or index.dtype == torch.bool or hidden.ndim < 2:
         return False
+    if hidden.ndim == index.ndim == 2:
+        return len(hidden) == len(index)
     return index.shape == hidden.shape[:-1] or index.shape[:-1].numel() == hidden.shape[:-1].numel()
 
 
 def _by_row(hidden: Tensor, index: Tensor) -> Tensor:
+    if hidden.ndim == index.ndim:
+        return index.reshape(-1, index.shape[-1])
     return index.reshape(-1, 1 if index.shape == hidden.shape[:-1] else index.shape[-1])

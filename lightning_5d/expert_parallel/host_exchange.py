@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,33 @@ from lightning_5d.tensor_parallel.axis import Arriving
 
 _COUNTS, _ROWS = 0, 1
 
-Pieces = Sequence[tuple[int, int, int]]
-"""What a rank reads, in order: of which rank, from which row, how many."""
+
+@dataclass(frozen=True)
+class Reading:
+    """What a rank reads of the rows of others, and of its own.
+
+    Attributes:
+        rows_R: How many rows each rank has there.
+        pieces_R: Into how long pieces these are cut.
+        taken: Which of the pieces it reads.
+        by_rank: All of one rank come before those of the next one. Else the first piece of each, then the second ones.
+    """
+
+    rows_R: Sequence[int]
+    pieces_R: Sequence[Sequence[int]]
+    taken: slice
+    by_rank: bool
+
+    @cached_property
+    def owners(self) -> Sequence[int]:
+        """The ranks of which it reads any row."""
+        return [rank for rank, pieces in enumerate(self.pieces_R) if any(pieces[self.taken])]
+
+    def put_together(self, lie: Sequence[Tensor]) -> Tensor:
+        """Copies the rows of all `owners` into their order."""
+        pieces = (self.pieces_R[owner] for owner in self.owners)
+        parts = [torch.split_with_sizes(rows, each)[self.taken] for rows, each in zip(lie, pieces, strict=True)]
+        return torch.cat(list(chain(*parts) if self.by_rank else chain(*zip(*parts, strict=True))))
 
 
 class HostRoutes(Routes):
@@ -76,38 +102,25 @@ class HostRoutes(Routes):
         return [sum(each[here]) for each in self.all_QE]
 
     @cached_property
-    def at_home_R(self) -> list[int]:
-        """Rows that each rank sends."""
-        return [sum(each) for each in self.all_QE]
-
-    @cached_property
-    def at_experts_R(self) -> list[int]:
-        """Rows that come to each rank's experts."""
-        return [sum(sum(each[self._experts_of(rank)]) for each in self.all_QE) for rank in range(self._ranks)]
-
-    @cached_property
-    def dispatched(self) -> Pieces:
-        """Where the rows for this rank's experts lie in the memory of each rank: there by expert, of all experts."""
-        starts = [list(accumulate(each, initial=0)) for each in self.all_QE]
+    def dispatched(self) -> Reading:
+        """The rows for this rank's experts in the memory of each rank: there by expert, of all experts."""
         here = self._experts_of(self._rank)
-        return [
-            (owner, starts[owner][expert], each[expert])
-            for expert in range(here.start, here.stop)
-            for owner, each in enumerate(self.all_QE)
-            if each[expert]
-        ]
+        pieces = [[sum(each[: here.start]), *each[here], sum(each[here.stop :])] for each in self.all_QE]
+        return Reading([sum(each) for each in self.all_QE], pieces, slice(1, -1), by_rank=False)
 
     @cached_property
-    def returned(self) -> Pieces:
-        """Where the rows of this rank lie in the memory of each rank: there by expert of that rank, and then by the rank they come from."""
-        pieces = []
+    def returned(self) -> Reading:
+        """The rows of this rank in the memory of each rank: there by expert of that rank, and then by the rank they come from."""
+        rows, pieces = [], []
         for owner in range(self._ranks):
-            start = 0
+            # What comes before this rank's of an expert, and these.
+            sizes, before = [], 0
             for counts_Q in zip(*(each[self._experts_of(owner)] for each in self.all_QE), strict=True):
-                if own := counts_Q[self._rank]:
-                    pieces.append((owner, start + sum(counts_Q[: self._rank]), own))
-                start += sum(counts_Q)
-        return pieces
+                sizes += [before + sum(counts_Q[: self._rank]), counts_Q[self._rank]]
+                before = sum(counts_Q[self._rank + 1 :])
+            pieces.append([*sizes, before])
+            rows.append(sum(sizes) + before)
+        return Reading(rows, pieces, slice(1, None, 2), by_rank=True)
 
     def _experts_of(self, rank: int) -> slice:
         each = len(self._own) // self._ranks
@@ -136,10 +149,10 @@ class HostTokenExchange(TokenExchange):
 
     @override
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        if like.device.type != "cpu" or not math.prod(shape):
+        numel = math.prod(shape)
+        if like.device.type != "cpu" or not numel:
             return super().empty(shape, like)
         # Numbers of rows are others every time; with a few sizes of memory, each serves many of them.
-        numel = math.prod(shape)
         buffer = self._host.allocate(_rounded(numel), like.dtype, self._peers)
         return buffer[:numel].view(tuple(shape))
 
@@ -167,12 +180,12 @@ class HostTokenExchange(TokenExchange):
     @override
     def start_dispatch(self, rows_SD: Tensor, routes: Routes) -> Arriving:
         known = _known(routes)
-        return self._start(rows_SD, known.there_R, lambda: (known.at_home_R, known.dispatched))
+        return self._start(rows_SD, known.there_R, lambda: known.dispatched)
 
     @override
     def start_return(self, rows_SD: Tensor, routes: Routes) -> Arriving:
         known = _known(routes)
-        return self._start(rows_SD, known.received_R, lambda: (known.at_experts_R, known.returned))
+        return self._start(rows_SD, known.received_R, lambda: known.returned)
 
     @override
     def memory(self) -> list[Tensor]:
@@ -186,15 +199,13 @@ class HostTokenExchange(TokenExchange):
     def close(self) -> None:
         self._host.close()
 
-    def _start(
-        self, rows: Tensor, readers_R: Sequence[int], sources: Callable[[], tuple[Sequence[int], Pieces]]
-    ) -> Arriving:
+    def _start(self, rows: Tensor, readers_R: Sequence[int], reading: Callable[[], Reading]) -> Arriving:
         """Lets others read rows.
 
         Args:
             rows: The rows of this rank.
             readers_R: How many of them each rank reads.
-            sources: How many each rank has, and what this one reads of them.
+            reading: What this one reads of them.
         """
         rows = rows.detach().contiguous()
         self.traffic.add("all_to_all", rows.nbytes)
@@ -207,7 +218,7 @@ class HostTokenExchange(TokenExchange):
         if len(readers) < len(self._peers):
             # Who gets no rows waits for that number all the same.
             self._host.tell(self._peers)
-        return _Rows(self, number, rows, sources)
+        return _Rows(self, number, rows, reading)
 
     def _number(self, tag: int) -> int:
         number = self._numbers[tag]
@@ -224,7 +235,7 @@ class HostTokenExchange(TokenExchange):
                 f"Rank {owner} of the expert group sent {nbytes} bytes where rank {self.rank} waits for {expected}: its ranks have to"
                 " compute with experts in one order."
             )
-        return peer.blocks[block].view()[:nbytes].view(like.dtype).view(rows, like.shape[1]), peer, block
+        return peer.blocks[block].view(rows * like.shape[1], like.dtype).view(rows, like.shape[1]), peer, block
 
     def done(self, peer: Peer, block: int) -> None:
         """Lets a rank have its memory back: soon, with what is sent next."""
@@ -237,9 +248,9 @@ class _Rows(Arriving):
         exchange: HostTokenExchange,
         number: int,
         own: Tensor,
-        sources: Callable[[], tuple[Sequence[int], Pieces]],
+        reading: Callable[[], Reading],
     ) -> None:
-        self._exchange, self._number, self._sources = exchange, number, sources
+        self._exchange, self._number, self._reading = exchange, number, reading
         self._own: Tensor | None = own
 
     def wait(self) -> Tensor:
@@ -247,15 +258,17 @@ class _Rows(Arriving):
         own = self._own
         if own is None:
             raise RuntimeError("What has arrived is waited for once.")
-        rows_R, pieces = self._sources()
-        lie = {self._exchange.rank: own}
+        reading = self._reading()
+        lie: list[Tensor] = []
         taken: list[tuple[Peer, int]] = []
-        for owner in sorted({owner for owner, _, _ in pieces} - {self._exchange.rank}):
-            lie[owner], peer, block = self._exchange.read(self._number, owner, rows_R[owner], own)
+        for owner in reading.owners:
+            if owner == self._exchange.rank:
+                lie.append(own)
+                continue
+            rows, peer, block = self._exchange.read(self._number, owner, reading.rows_R[owner], own)
+            lie.append(rows)
             taken.append((peer, block))
-        out = own.new_empty((sum(length for _, _, length in pieces), own.shape[1]))
-        if pieces:
-            torch.cat([lie[owner].narrow(0, start, length) for owner, start, length in pieces], out=out)
+        out = reading.put_together(lie) if lie else own.new_empty((0, own.shape[1]))
         for peer, block in taken:
             self._exchange.done(peer, block)
         self._own = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,17 @@ from lightning_5d.hidden_operations import hidden_operations
 
 Empty = Callable[[Sequence[int], Tensor], Tensor]
 """Uninitialised memory of a shape, of the dtype and on the device of a tensor."""
+
+
+class Crossing(Protocol):
+    """A way of rows to other ranks, forward, and of their gradients the other way, backward."""
+
+    def start(self, rows: Tensor, *, gradients: bool) -> Tensor:
+        """Lets them set out; returns a ticket without elements that stands for them in the graph."""
+
+    def wait(self) -> Tensor:
+        """What has arrived."""
+
 
 # Elements that are worked on at a time: on a CPU, so that they are still in its cache for the next step.
 _PIECE, _PIECE_ON_DEVICE = 1 << 18, 1 << 24
@@ -71,20 +82,28 @@ def sort_choices(index_NK: Tensor, experts: int, kept_NK: Tensor | None = None) 
     return Permutation(choice // max(choices, 1), choice, place, bags, counts)
 
 
-def gather_rows(hidden_ND: Tensor, permutation: Permutation, empty: Empty | None = None) -> Tensor:
+def gather_rows(
+    hidden_ND: Tensor, permutation: Permutation, empty: Empty | None = None, crossing: Crossing | None = None
+) -> Tensor:
     """The token of each row, (S, D).
 
     Args:
         hidden_ND: The tokens.
         permutation: Their rows.
         empty: Makes the memory of the result.
+        crossing: The way that rows take at once; then its ticket is returned in their place.
     """
-    out: Tensor = _Gather.apply(hidden_ND, permutation, empty)  # type: ignore[no-untyped-call]
+    out: Tensor = _Gather.apply(hidden_ND, permutation, empty, crossing)  # type: ignore[no-untyped-call]
     return out
 
 
 def weighted_sum(
-    rows_SD: Tensor, weights_NK: Tensor, permutation: Permutation, dtype: torch.dtype, empty: Empty | None = None
+    rows_SD: Tensor,
+    weights_NK: Tensor,
+    permutation: Permutation,
+    dtype: torch.dtype,
+    empty: Empty | None = None,
+    crossing: Crossing | None = None,
 ) -> Tensor:
     """For each token the sum of its rows times their weights, (N, D); zero for one without rows. Formed in fp32.
 
@@ -94,32 +113,47 @@ def weighted_sum(
         permutation: Whose they are.
         dtype: That of the result.
         empty: Makes the memory of the gradient of the rows.
+        crossing: The way that rows come by, if `rows_SD` is their ticket.
     """
-    out: Tensor = _WeightedSum.apply(rows_SD, weights_NK, permutation, dtype, empty)  # type: ignore[no-untyped-call]
+    out: Tensor = _WeightedSum.apply(rows_SD, weights_NK, permutation, dtype, empty, crossing)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, permutation: Permutation, empty: Empty | None) -> Tensor:
-        ctx.permutation = permutation
+    def forward(
+        ctx: Any, hidden: Tensor, permutation: Permutation, empty: Empty | None, crossing: Crossing | None
+    ) -> Tensor:
+        ctx.permutation, ctx.crossing = permutation, crossing
         index = permutation.token_S
         with hidden_operations():
             if empty is None or not hidden.is_contiguous():
-                return hidden.index_select(0, index)
-            return torch.index_select(hidden, 0, index, out=empty((len(index), hidden.shape[1]), hidden))
+                rows = hidden.index_select(0, index)
+            else:
+                rows = torch.index_select(hidden, 0, index, out=empty((len(index), hidden.shape[1]), hidden))
+        return rows if crossing is None else crossing.start(rows, gradients=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _summed(grad, None, ctx.permutation), None, None
+        rows = grad if ctx.crossing is None else ctx.crossing.wait()
+        return _summed(rows, None, ctx.permutation), None, None, None
 
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, permutation: Permutation, dtype: torch.dtype, empty: Empty | None
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor,
+        permutation: Permutation,
+        dtype: torch.dtype,
+        empty: Empty | None,
+        crossing: Crossing | None,
     ) -> Tensor:
+        ctx.crossing = crossing
+        if crossing is not None:
+            rows = crossing.wait()
         # A recomputation ends when it has all that was saved: not before this, then, with rows under way.
         ctx.save_for_backward(rows if weights.requires_grad else None, weights)
         ctx.permutation, ctx.empty, ctx.dtype = permutation, empty or _new, rows.dtype
@@ -151,7 +185,16 @@ class _WeightedSum(torch.autograd.Function):
         if dots is not None:
             # It is zero for choices that were left out.
             of_all = dots.new_zeros(weights.numel()).index_copy_(0, permutation.choice_S, dots).view(weights.shape)
-        return grads if of_rows else None, of_all, None, None, None
+        if not of_rows:
+            return None, of_all, None, None, None, None
+        return (
+            grads if ctx.crossing is None else ctx.crossing.start(grads, gradients=True),
+            of_all,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _new(shape: Sequence[int], like: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class HostAxis(TensorAxis):
                     f"Rank {peer.rank} of the tensor group sent {nbytes} bytes where rank {self.rank} has {expected}: its ranks have"
                     " to run the same modules on the same batch."
                 )
-            parts.append(peer.blocks[block].view()[:nbytes].view(like.dtype).view(shape))
+            parts.append(peer.blocks[block].view(nbytes // like.itemsize, like.dtype).view(shape))
             taken.append((peer, block))
         return parts, taken
 

@@ -1,12 +1,15 @@
 """ZeRO spreads experts over the ranks that hold the same ones, and trains like one process."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lightning_5d import ExpertParallel, PipelineParallel, ZeRO
 from lightning_5d.data_parallel import ShardOptions
-from tests.data_parallel.training import assert_equal_runs
-from tests.expert_parallel.mixture import Layout, engine_of, half, make, mesh_of, on_ranks_each, one_process
+from tests.data_parallel.training import assert_equal_runs, inputs
+from tests.expert_parallel.mixture import Experts, Layout, engine_of, half, make, mesh_of, on_ranks_each, one_process
 from tests.expert_parallel.test_training import mixture
 from tests.tensor_parallel.parity import compare
 
@@ -95,3 +98,38 @@ def test_half_precision_divides_as_full_precision_does(ranks):
 def test_a_pipeline_reduces_experts_after_each_microbatch(ranks, stage):
     plugins = ExpertParallel(2), PipelineParallel(2, microbatches=2), ZeRO(stage=stage, per_microbatch=True)
     compare(ranks, mixture(balance=0.0), *plugins, world=8, batch=8)
+
+
+def _moves(rank: int) -> dict[str, bool]:
+    """For each layer of experts whether a gradient of the rank's shard is where backward has left it; which hooks of FSDP2 ran, as well."""
+    layout = Layout(ShardOptions(1), 2, (1, 1, 2, 1, 1))
+    module = make(layout)
+    engine, _ = engine_of(module, layout, mesh_of(layout.sizes))
+    left: dict[str, int] = {}
+    ran: set[str] = set()
+    register = FSDPParamGroup._register_post_backward_hook
+
+    def noted(group: FSDPParamGroup, args: Any, kwargs: Any) -> Any:
+        ran.add(str(group._module_fqn))
+        return register(group, args, kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPParamGroup, "_register_post_backward_hook", noted)
+        engine.begin()
+        loss = module.loss(inputs(0, 0, rank), rank)
+    for name, layer in module.named_modules():
+        if isinstance(layer, Experts):
+            layer.up.register_post_accumulate_grad_hook(lambda up, name=name: left.update({name: up.grad.data_ptr()}))
+    loss.backward()
+    engine.wait()
+    kept = {name: module.get_submodule(name).up.grad.to_local().data_ptr() == at for name, at in left.items()}
+    engine.close()
+    return {**kept, "hooks of experts": any("experts" in name for name in ran), "of others": "blocks.0" in ran}
+
+
+def test_gradients_of_experts_that_a_rank_has_alone_stay_where_they_are(ranks):
+    found = ranks(2, _moves, timeout=20)
+    assert (
+        found
+        == [{"blocks.1.experts": True, "blocks.4.experts": True, "hooks of experts": False, "of others": True}] * 2
+    )
