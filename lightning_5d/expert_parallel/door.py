@@ -18,6 +18,7 @@ from lightning_5d.expert_parallel.exchange import TokenExchange
 from lightning_5d.expert_parallel.experts import compute_experts
 from lightning_5d.expert_parallel.found import Compute, FoundExperts
 from lightning_5d.expert_parallel.load import LayerLoad
+from lightning_5d.expert_parallel.meanwhile import Meanwhile, as_now, is_looked_at
 from lightning_5d.expert_parallel.row_ranks import RowRanks
 from lightning_5d.expert_parallel.rows import through_rows
 from lightning_5d.hidden_operations import hidden_operations
@@ -78,14 +79,14 @@ class ExpertDoor(AroundForward):
 
     def travels(self, hidden: Tensor) -> bool:
         """Whether these hidden states will be on their way to experts for a time, in which the call computes something else if asked to."""
-        if self._exchange is None or self._whole is not None or has_torch_function_unary(hidden):
+        if self._exchange is None or self._whole is not None or is_looked_at(hidden):
             return False
         # A block that backward runs again ends with the last tensor that it has to save, which must not be one of what is computed on the way.
         saves = hidden.requires_grad or any(weight.requires_grad for weight in self.module.parameters())
         return saves or not torch.is_grad_enabled()
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, meanwhile: Callable[[], None] | None = None, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, meanwhile: Meanwhile | None = None, **kwargs: Any) -> Tensor:
         """As the experts' own forward: ``(hidden_ND, index_NK, weights_NK) -> (N, D)``.
 
         Args:
@@ -118,7 +119,7 @@ class ExpertDoor(AroundForward):
             index_NK=index_NK,
             weights_NK=weights_NK,
             kept_NK=kept_NK,
-            experts=partial(self._through, meanwhile=meanwhile),
+            experts=partial(self._through, meanwhile=meanwhile and as_now(meanwhile)),
             axis=axis,
             is_cut=is_cut,
             has_parts=self._has_parts,
@@ -176,7 +177,7 @@ class ExpertDoor(AroundForward):
         index: Tensor,
         weights: Tensor,
         kept: Tensor | None,
-        meanwhile: Callable[[], None] | None,
+        meanwhile: Meanwhile | None,
     ) -> Tensor:
         compute, count = partial(self._compute, self.layer.compute), self.layer.count
         if self._may_choose_none:
