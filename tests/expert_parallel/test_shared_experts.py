@@ -114,8 +114,7 @@ def _each(rank: int, cases: dict[str, Any]) -> dict[str, Any]:
 
 CASES: dict[str, Any] = {
     "shared memory": ((ExpertParallel(2),), {}),
-    "messages": ((ExpertParallel(2),), {"messages": True}),
-    "shards": ((ExpertParallel(2, capacity_factor=1.0), ZeRO(stage=3)), {}),
+    "messages": ((ExpertParallel(2, capacity_factor=1.0), ZeRO(stage=3)), {"messages": True}),
     "tensor": ((ExpertParallel(2), TensorParallel(2)), {}),
     "context": ((ExpertParallel(2), ContextParallel(2)), {}),
 }
