@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_5d import ContextParallel, ExpertParallel, FiveD, TensorParallel, ZeRO
 from lightning_5d.expert_parallel import dispatch
-from lightning_5d.expert_parallel.door import ExpertDoor
+from lightning_5d.expert_parallel.door import ExpertDoor, _as_one_operation
 from lightning_5d.expert_parallel.host_exchange import HostTokenExchange
+from lightning_5d.expert_parallel.meanwhile import as_now, is_looked_at
 from lightning_5d.expert_parallel.moe import MoE
 from lightning_5d.models import LanguageModel
 from tests.expert_parallel.adapted import changed
@@ -139,3 +141,35 @@ def test_a_layer_that_runs_again_for_shared_experts_alone_has_nothing_under_way(
     for each in ranks(2, _each, {"only shared": ((ExpertParallel(2),), options)}, **SEPARATE):
         events, _ = each["only shared"]
         assert events == ["shared", *EXPERTS, *FORWARD, *FORWARD, *BACKWARD, "shared'", "shared"]
+
+
+class Seen(TorchFunctionMode):
+    """Keeps the names of operations."""
+
+    def __init__(self, is_looking: bool) -> None:
+        super().__init__()
+        self.is_looking, self.names = is_looking, list[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_what_is_computed_meanwhile_and_nothing_of_the_way() -> None:
+    x = torch.ones(2, 3)
+    assert not is_looked_at(x)
+    outer, inner = Seen(False), Seen(False)
+    with outer, inner:
+        beside = as_now(lambda: x.sin())  # type: ignore[arg-type,return-value]
+
+        def way(hidden: Tensor) -> Tensor:
+            beside()
+            return hidden.cos()
+
+        _as_one_operation(x, way)
+        x.tan()
+        assert not is_looked_at(x)
+        with Seen(True):
+            assert is_looked_at(x)
+    for mode in (outer, inner):
+        assert mode.names == ["_as_one_operation", "sin", "tan"]
