@@ -1,6 +1,6 @@
 """Experts spread over two ranks beside the same experts whole on both, and grouped products beside a loop over experts.
 
-    python benchmarks/experts.py [--rounds 10] [--steps 2] [--only "experts;DDP"] [--even] [--tiny]
+    python benchmarks/experts.py [--rounds 10] [--steps 2] [--only "experts;DDP"] [--even] [--tiny] [--shared 2]
     python benchmarks/experts.py --layer [--rounds 5]
 
 Two ranks of one thread on this machine, each with batches of its own; a decoder of which most of the work is in experts. All contestants are there at
@@ -11,6 +11,9 @@ per second by wall and by processor time. How far the quartiles are apart says h
 through process groups in place of shared memory. *DDP, loop*: a bare loop with torch's DDP and the usual loop over experts, as Hugging Face has it.
 ``--even``: tokens take experts in turn, whatever routers say. Else an untrained router decides, and all ranks wait for the busiest: its share of the rows of a
 layer, over the mean, is printed.
+
+``--shared``: each layer has so many shared experts, too. *…, in turn*: they are computed before the others, as in one process, and not while tokens
+travel; below the table is what that makes of tokens per second, by wall time.
 
 ``--tiny``: so few and narrow tokens that what is left is Python; the difference of *ep 2* and *experts whole* is what the axis adds.
 
@@ -62,6 +65,7 @@ class Size:
     tokens: int = 256
     vocabulary: int = 512
     even: bool = False
+    shared: int = 0
 
 
 SIZES = {"usual": Size(), "tiny": Size(width=32, inner=16, rows=1, tokens=8, vocabulary=16)}
@@ -100,7 +104,12 @@ def decoder_of(size: Size, *, looped: bool = False) -> nn.Module:
             num_heads=4,
             num_kv_heads=2,
             context_length=size.tokens,
-            moe={"experts": size.experts, "top_k": size.top_k, "intermediate_size": size.inner},
+            moe={
+                "experts": size.experts,
+                "top_k": size.top_k,
+                "intermediate_size": size.inner,
+                "shared": size.shared,
+            },
         )
     )
     for layer in decoder.layers if looped else ():
@@ -117,7 +126,7 @@ def _adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=fused)
 
 
-def five_d(*, spread: bool, messages: bool = False) -> Callable[..., Any]:
+def five_d(*, spread: bool, messages: bool = False, in_turn: bool = False) -> Callable[..., Any]:
     """An unchanged module in a Trainer."""
 
     def make(size: Size, sent: list[float]) -> Any:
@@ -157,6 +166,10 @@ def five_d(*, spread: bool, messages: bool = False) -> Callable[..., Any]:
                 from lightning_5d.expert_parallel.host_exchange import HostTokenExchange
 
                 HostTokenExchange.connect = classmethod(lambda cls, group: None)  # type: ignore[method-assign,assignment]
+            if in_turn:
+                from lightning_5d.expert_parallel.door import ExpertDoor
+
+                ExpertDoor.travels = lambda door, hidden: False  # type: ignore[method-assign]
             plugins = [ExpertParallel(RANKS)] if spread else []
             fit_and_tick(Module(), FiveD(*plugins, ZeRO(stage=1)), batches, tick, Sent())
 
@@ -186,7 +199,9 @@ def ddp(*, looped: bool) -> Callable[..., Any]:
 CONTESTANTS: dict[str, Callable[..., Any]] = {
     "experts whole": five_d(spread=False),
     "ep 2": five_d(spread=True),
+    "ep 2, in turn": five_d(spread=True, in_turn=True),
     "ep 2, messages": five_d(spread=True, messages=True),
+    "ep 2, messages, in turn": five_d(spread=True, messages=True, in_turn=True),
     "DDP, grouped": ddp(looped=False),
     "DDP, loop": ddp(looped=True),
 }
@@ -219,7 +234,7 @@ def compare(size: Size, names: list[str], rounds: int, steps: int) -> None:
     tokens = size.rows * size.tokens
     expected = 4 * tokens * size.top_k * size.width * 4 * size.layers
     print(f"{RANKS} ranks, {size}, {rounds} rounds of {steps} steps; tokens per second as a share of {names[0]}")
-    print(f"{'':18}{'wall':>8}{'quartiles':>16}{'proc.':>8}{'quartiles':>16}{'ms':>9}{'sent, MB':>10}")
+    print(f"{'':24}{'wall':>8}{'quartiles':>16}{'proc.':>8}{'quartiles':>16}{'ms':>9}{'sent, MB':>10}")
     for name in names:
         shares = [[each[names[0]][i] / each[name][i] for each in times] for i in (0, 1)]
         wall, processor = (statistics.median(values) for values in shares)
@@ -227,13 +242,18 @@ def compare(size: Size, names: list[str], rounds: int, steps: int) -> None:
         took = statistics.median(each[name][0] for each in times) * 1e3
         _, sent, busiest = (statistics.mean(values) for values in zip(*ends[name], strict=True))
         print(
-            f"{name:18}{wall:8.3f}{low_high[0]:>16}{processor:8.3f}{low_high[1]:>16}{took:9.2f}{sent / 1e6:10.3f}",
+            f"{name:24}{wall:8.3f}{low_high[0]:>16}{processor:8.3f}{low_high[1]:>16}{took:9.2f}{sent / 1e6:10.3f}",
             flush=True,
         )
         if name == "ep 2":
             judged = "" if size.width < 64 else f"; target {TARGET}: {'met' if wall >= TARGET else 'missed'}"
-            print(f"{'':18}bytes: {sent / expected:.6f} of 4 x tokens x top-k x hidden x item", end="; ")
+            print(f"{'':24}bytes: {sent / expected:.6f} of 4 x tokens x top-k x hidden x item", end="; ")
             print(f"the busiest rank has {busiest:.3f} of the mean rows of a layer{judged}")
+    for name in names:
+        if (other := f"{name}, in turn") in names:
+            gains = [each[other][0] / each[name][0] for each in times]
+            between = " to ".join(f"{q:.3f}" for q in statistics.quantiles(gains, n=4)[::2])
+            print(f"{name}: {statistics.median(gains):.3f} ({between}) of {other}")
 
 
 def compare_layer(size: Size, rounds: int) -> None:
@@ -271,6 +291,7 @@ def main() -> None:
     parser.add_argument("--even", action="store_true", help="tokens take experts in turn")
     parser.add_argument("--tiny", action="store_true", help="hardly any work, so that what is left is Python")
     parser.add_argument("--layer", action="store_true", help="grouped products beside the loop, one layer, one process")
+    parser.add_argument("--shared", type=int, default=0, help="shared experts of a layer")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--tokens", type=int, help="of a row")
     arguments = parser.parse_args()
@@ -281,6 +302,7 @@ def main() -> None:
             "experts": arguments.experts,
             "tokens": arguments.tokens or base.tokens,
             "even": arguments.even,
+            "shared": arguments.shared,
         }
     )
     if arguments.layer:
@@ -288,6 +310,8 @@ def main() -> None:
         return
     chosen = tuple(part.strip() for part in arguments.only.split(";")) if arguments.only else ("",)
     names = [name for name in CONTESTANTS if name == "experts whole" or name.startswith(chosen)]
+    if not size.shared:
+        names = [name for name in names if not name.endswith("in turn")]
     compare(size, names, arguments.rounds, arguments.steps)
 
 

@@ -103,6 +103,11 @@ class Redirect(TorchFunctionMode):
             **dict.fromkeys(LOSSES, self._loss),
         }
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether it is told of operations that it takes the place of nothing for."""
+        return self.watch is not None
+
     @contextmanager
     def inside(self, inside: Inside) -> Iterator[None]:
         """A context in which calls are redirected: from the cut of a door's arguments until its outputs are shown.

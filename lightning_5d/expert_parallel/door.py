@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from lightning_5d.expert_parallel.dispatch import Capacity, is_of_somebody, kept_by_capacity, through_experts
+from lightning_5d.expert_parallel.dispatch import Capacity, Way, is_of_somebody, kept_by_capacity, through_experts
 from lightning_5d.expert_parallel.exchange import TokenExchange
 from lightning_5d.expert_parallel.experts import compute_experts
 from lightning_5d.expert_parallel.found import Compute, FoundExperts
 from lightning_5d.expert_parallel.load import LayerLoad
+from lightning_5d.expert_parallel.meanwhile import Meanwhile, as_now, is_looked_at
 from lightning_5d.expert_parallel.row_ranks import RowRanks
 from lightning_5d.expert_parallel.rows import through_rows
 from lightning_5d.hidden_operations import hidden_operations
@@ -77,9 +78,23 @@ class ExpertDoor(AroundForward):
         self._may_choose_none = layer.compute is not compute_experts
         layer.module.__dict__["forward"] = self
 
+    def travels(self, hidden: Tensor) -> bool:
+        """Whether these hidden states will be on their way to experts for a time, in which the call computes something else if asked to."""
+        if self._exchange is None or self._whole is not None or is_looked_at(hidden):
+            return False
+        # A block that backward runs again ends with the last tensor that it has to save, which must not be one of what is computed on the way.
+        saves = hidden.requires_grad or any(weight.requires_grad for weight in self.module.parameters())
+        return saves or not torch.is_grad_enabled()
+
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the experts' own forward: ``(hidden_ND, index_NK, weights_NK) -> (N, D)``."""
+    def __call__(self, *args: Any, meanwhile: Meanwhile | None = None, **kwargs: Any) -> Tensor:
+        """As the experts' own forward: ``(hidden_ND, index_NK, weights_NK) -> (N, D)``.
+
+        Args:
+            args: Those of the experts' own forward.
+            meanwhile: Called once, while tokens travel; for those that `travels` only.
+            kwargs: As `args`.
+        """
         given = (*args, *(kwargs.get(name) for name in self._names[len(args) : 3]))
         if self._exchange is None and not self._has_parts and self._decide is None:
             self._look(*given)
@@ -105,7 +120,7 @@ class ExpertDoor(AroundForward):
             index_NK=index_NK,
             weights_NK=weights_NK,
             kept_NK=kept_NK,
-            experts=self._through,
+            experts=partial(self._through, meanwhile=meanwhile and as_now(meanwhile)),
             axis=axis,
             is_cut=is_cut,
             has_parts=self._has_parts,
@@ -156,22 +171,40 @@ class ExpertDoor(AroundForward):
         index_NK = _by_row(hidden, index)
         return index_NK, weights.reshape(index_NK.shape)
 
-    def _through(self, hidden: Tensor, index: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
-        compute, exchange = partial(self._compute, self.layer.compute), self._exchange
+    def _through(
+        self,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        kept: Tensor | None,
+        meanwhile: Meanwhile | None,
+    ) -> Tensor:
+        compute, count = partial(self._compute, self.layer.compute), self.layer.count
         if self._may_choose_none:
             with hidden_operations():
-                chosen = is_of_somebody(index, self.layer.count)
+                chosen = is_of_somebody(index, count)
                 if not bool(chosen.all()):
                     kept = chosen if kept is None else kept & chosen
-                    index = index.clamp(0, self.layer.count - 1)
-        if self._whole is None:
-            try:
-                return through_experts(hidden, index, weights, self.layer.count, compute, exchange, kept, self._number)
-            except RuntimeError as error:
-                error.add_note(f"It was in the experts {self.layer.name}.")
-                raise
-        with self._swapped(self._whole):
-            return through_experts(hidden, index, weights, self.layer.count, compute, None, kept)
+                    index = index.clamp(0, count - 1)
+        if self._whole is not None:
+            with self._swapped(self._whole):
+                return through_experts(hidden, index, weights, count, compute, None, kept)
+        with self._naming():
+            way = Way(hidden, index, count, self._exchange, kept, self._number)
+            way.start_dispatch()
+        if meanwhile is not None:
+            meanwhile()
+        with self._naming():
+            way.start_return(compute(way.arrived(), way.counts_M))
+            return way.finish(weights)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            error.add_note(f"It was in the experts {self.layer.name}.")
+            raise
 
     def _compute(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
         with self._own_numbers(rows.device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from lightning_5d.expert_parallel.balance import Losses, routing_losses
@@ -12,11 +13,14 @@ from lightning_5d.expert_parallel.routing import TopKRouter
 from lightning_5d.feed_forward import Projection, SwiGLU
 
 # [Note: shared experts while tokens travel]
-# Shared experts wait for no token, so they could be computed between `dispatch.Way.start_dispatch` and `arrived`. Where ranks copy from each
-# other's memory there is nothing to gain, as the receiver does the work; with all-to-all there is. The door would set out before
-# ``self.experts(...)`` is called, as it needs no weights for that; but what has set out has to be an *input* of that call, a ticket in place of the hidden
-# states: FSDP2 takes the gradients of the inputs of the experts' call for the sign that those of their weights are complete, and would reduce them
-# before they are there if tokens went past it.
+# Shared experts wait for no token, so where experts are on other ranks they are computed between the start of the way there and its end; backward,
+# their gradients are between the start of the way back of gradients and its end, as the engine takes what was made last first. The call of the
+# experts gets them as a function, and its inputs stay what they are: FSDP2 takes the gradients of these for the sign that those of the experts'
+# weights are complete, and would reduce them before they are there if tokens went past the call.
+# On the way there, and not on the way back: then they come before the experts, as they do where nobody can wait (`ExpertDoor.travels` says so:
+# in a first step that is looked at, say), and a block that is run again in backward saves its tensors in one order whichever it is. Where backward
+# adds up the gradients of the layer's input the order is the same, too, to the last bit.
+# A compiled layer computes them before: what experts that are spread call is not compiled.
 
 
 class MoE(nn.Module):
@@ -62,12 +66,31 @@ class MoE(nn.Module):
         """
         hidden_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         routed = self.gate(hidden_ND)
-        out_BTD: Tensor = self.experts(hidden_ND, routed.index_NK, routed.weights_NK).view_as(x_BTD)
-        if self.config.shared:
-            shared_BTD = self.shared_experts(x_BTD)
-            if self.config.shared_gate:
-                shared_BTD = shared_BTD * self.shared_expert_gate(x_BTD).sigmoid()
-            out_BTD = out_BTD + shared_BTD
+        tokens = hidden_ND, routed.index_NK, routed.weights_NK
+        out_BTD: Tensor
+        if not self.config.shared:
+            out_BTD = self.experts(*tokens).view_as(x_BTD)
+        elif self._travels(hidden_ND):
+            shared: list[Tensor] = []
+            out_BTD = self.experts(*tokens, meanwhile=lambda: shared.append(self._shared(x_BTD))).view_as(x_BTD)
+            out_BTD = out_BTD + shared.pop()
+        else:
+            shared_BTD = self._shared(x_BTD)
+            out_BTD = self.experts(*tokens).view_as(x_BTD) + shared_BTD
         if not self.config.losses:
             return out_BTD
         return out_BTD, routing_losses(self.gate, routed, len(x_BTD) if x_BTD.ndim > 2 else 1)
+
+    def _travels(self, hidden_ND: Tensor) -> bool:
+        """Whether tokens are on their way for a time, in which something else can be computed."""
+        if torch.compiler.is_compiling():
+            return False
+        # The forward that an axis has put there; any other has no such method.
+        travels = getattr(self.experts.forward, "travels", None)
+        return travels is not None and bool(travels(hidden_ND))
+
+    def _shared(self, x_BTD: Tensor) -> Tensor:
+        shared_BTD: Tensor = self.shared_experts(x_BTD)
+        if self.config.shared_gate:
+            shared_BTD = shared_BTD * self.shared_expert_gate(x_BTD).sigmoid()
+        return shared_BTD

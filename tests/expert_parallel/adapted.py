@@ -35,7 +35,7 @@ def sentences(count: int = 12) -> Dealt:
 
 def changed(change: Callable[[LanguageModel], None], **moe: Any) -> LanguageModel:
     """The reference model, after somebody has worked on it."""
-    module = mixture(**moe)()
+    module = mixture(**{"shared": 1, **moe})()
     change(module)
     return module
 
@@ -112,7 +112,7 @@ class Twice(LanguageModel):
 
 def twice() -> Twice:
     torch.manual_seed(0)
-    return Twice(decoder=mixture()().hparams["decoder"])
+    return Twice(decoder=mixture(shared=1)().hparams["decoder"])
 
 
 RUNS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {

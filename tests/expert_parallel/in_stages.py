@@ -12,7 +12,7 @@ from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, WholeRecord, apa
 from tests.trainers import quiet
 
 ROWS, BATCH = 32, 16
-EXPERTS = {"experts": 4, "top_k": 2, "intermediate_size": 12, "balance": 0.3, "z": 0.2, "bias_rate": 0.05}
+EXPERTS = {"experts": 4, "top_k": 2, "intermediate_size": 12, "shared": 1, "balance": 0.3, "z": 0.2, "bias_rate": 0.05}
 
 
 def sparse(**changes: Any) -> Callable[[], Any]:

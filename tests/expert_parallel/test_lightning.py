@@ -109,7 +109,7 @@ def _logits(module: LanguageModel, ids: Tensor) -> Tensor:
 
 def _predicting() -> Predicting:
     torch.manual_seed(0)
-    return Predicting(decoder=mixture()().hparams["decoder"])
+    return Predicting(decoder=mixture(shared=1)().hparams["decoder"])
 
 
 def _generated(module: Any) -> list[list[int]]:
@@ -129,7 +129,7 @@ def _around(rank: int, world: int) -> dict[str, Any]:
         return quiet(devices=world, use_distributed_sampler=False, **chosen, **arguments)
 
     for name, make, data in (
-        ("own", mixture(), rows),
+        ("own", mixture(shared=1), rows),
         ("Mixtral", partial(Spreading, "Mixtral", **BALANCED), sentences),
     ):
         module, meter = make(), Throughput()

@@ -24,7 +24,7 @@ def test_every_rank_has_other_experts(ranks: RankPool, size: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_experts_are_sharded_over_ranks_that_have_the_same(ranks: RankPool, stage: int) -> None:
-    compare(ranks, mixture(), ExpertParallel(2), ZeRO(stage=stage), world=4)
+    compare(ranks, mixture(shared=1), ExpertParallel(2), ZeRO(stage=stage), world=4)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -42,4 +42,4 @@ def test_experts_are_cut_over_tensor_ranks(ranks: RankPool, sequence: bool) -> N
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_context_ranks_hold_experts_too(ranks: RankPool, size: int) -> None:
-    compare(ranks, mixture(), ExpertParallel(size), ContextParallel(2), world=4, tokens=7)
+    compare(ranks, mixture(shared=1), ExpertParallel(size), ContextParallel(2), world=4, tokens=7)
