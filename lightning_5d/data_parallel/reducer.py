@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -77,8 +79,10 @@ class GradientReducer:
         self._place = {
             param: (bucket, position) for bucket in self._buckets for position, param in enumerate(bucket.params)
         }
+        # Not a method of this: parameters and what their hooks hold are never collected (torch 2.13), as no cycle is seen through them.
+        told = partial(_tell, weakref.ref(self))
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(told)  # type: ignore[no-untyped-call]
             for param in self.params
             if self._hooked
         ]
@@ -187,6 +191,12 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.reset()
         self.used.clear()
+
+
+def _tell(reference: weakref.ref[GradientReducer], param: torch.Tensor) -> None:
+    reducer = reference()
+    if reducer is not None:
+        reducer._on_gradient(param)
 
 
 def _fill_buckets(
