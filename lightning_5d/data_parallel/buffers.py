@@ -61,9 +61,9 @@ class BufferPool:
 
 
 def _elements(memory: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    # Torch takes a count of 0 for an error.
-    elements = torch.frombuffer(memory, dtype=dtype, count=numel or 1)
-    return elements if numel else elements[:0]
+    # A storage of all of it, which is what a tensor keeps in use.
+    elements = torch.frombuffer(memory, dtype=dtype)
+    return elements if numel < 0 else elements[:numel]
 
 
 def in_pages(nbytes: int) -> int:
