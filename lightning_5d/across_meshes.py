@@ -32,7 +32,12 @@ class AcrossMeshes(TorchFunctionMode):
 
     Args:
         stages: Stages of the pipeline. With several, such a call is an error still, but one that says what to do.
+
+    Attributes:
+        is_looking: It looks at no operation that it takes the place of nothing for.
     """
+
+    is_looking = False
 
     def __init__(self, stages: int = 1) -> None:
         super().__init__()

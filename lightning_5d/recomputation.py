@@ -75,32 +75,38 @@ class CheckpointedForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module, to be run again when a backward needs it."""
+        return self.recomputed(self.original, *args, **kwargs)
+
+    def recomputed(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs what computes with the module in its forward's place, to be run again when a backward needs it."""
         if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
+            return run(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return self._trace(*args, **kwargs)
-        call = Call(self, args, kwargs)
+            return self._trace(run, *args, **kwargs)
+        call = Call(self, run, args, kwargs)
         if not any(tensor.requires_grad for tensor in chain(call.tensors, self.module.parameters())):
-            return self.original(*args, **kwargs)
+            return run(*args, **kwargs)
         policy = self.keeping.policy(call.rerun, self.agree)
         if policy is KEEP_ALL:
-            return self.original(*args, **kwargs)
+            return run(*args, **kwargs)
         # Tensors go in one by one: torch then notices if somebody writes to one before backward.
         return checkpoint(call, *call.tensors, use_reentrant=False, context_fn=partial(call.contexts, policy))
 
-    def _trace(self, *args: Any, **kwargs: Any) -> Any:
+    def _trace(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         policy = self.keeping.traced()
         if policy is KEEP_INPUTS:
-            return checkpoint(self.original, *args, use_reentrant=False, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
         context_fn = partial(create_selective_checkpoint_contexts, policy)
-        return checkpoint(self.original, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
 
 class Call:
     """One call of a checkpointed module: its arguments as they were before it ran."""
 
-    def __init__(self, owner: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.owner = owner
+    def __init__(
+        self, owner: CheckpointedForward, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.owner, self._run = owner, run
         leaves, self._spec = tree_flatten((args, kwargs))
         self._rest = [None if isinstance(leaf, Tensor) else twin(leaf) for leaf in leaves]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
@@ -113,13 +119,13 @@ class Call:
         if self._given is not None:
             args, kwargs = self._given
             self._given, self.tensors = None, []  # or inputs would be held beside torch's own record of them
-            return self.owner.original(*args, **kwargs)
+            return self._run(*args, **kwargs)
         kept = iter(tensors)
         leaves = [
             next(kept) if is_tensor else twin(leaf) for leaf, is_tensor in zip(self._rest, self._is_tensor, strict=True)
         ]
         args, kwargs = tree_unflatten(leaves, self._spec)
-        return self.owner.original(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
     def contexts(self, policy: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What the first run and later runs happen in."""

@@ -344,11 +344,13 @@ class ExchangingParamGroup(RecordingParamGroup):
 
     @property
     def is_spared(self) -> bool:
-        """Whether hooks of its module have nothing to free and nothing to send.
+        """Whether hooks of its module have nothing to free and nothing to send, beside those of other groups.
 
-        Then gradients are taken in where backward ends, and hooks gather what is not whole yet.
+        Then gradients are taken in where backward ends, and hooks gather what is not whole yet. Where backward ends is known from groups that are
+        spread over the data ranks: they have their hooks also where these are one rank. A backward of the user's own inside of a step would
+        else leave its gradients to the next one, past a `zero_grad` in between.
         """
-        return self.is_alone and self.exchange.keep_unsharded
+        return self.is_alone and self.exchange.keep_unsharded and self.peers is not self.exchange.peers[0]
 
     @property
     def is_trained(self) -> bool:

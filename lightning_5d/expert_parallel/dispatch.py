@@ -238,6 +238,12 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # What arrives has no graph: second derivatives would be those of a part of the layer.
+            raise RuntimeError(
+                "A backward with create_graph=True came to experts on other ranks, which have no second derivatives. Compute them without"
+                " ExpertParallel."
+            )
         return ctx.crossing.wait(), None
 
 

@@ -22,6 +22,7 @@ from lightning_5d.expert_parallel.meanwhile import Meanwhile, as_now, is_looked_
 from lightning_5d.expert_parallel.row_ranks import RowRanks
 from lightning_5d.expert_parallel.rows import through_rows
 from lightning_5d.hidden_operations import hidden_operations
+from lightning_5d.recomputation import CheckpointedForward
 from lightning_5d.replaced_forward import AroundForward
 from lightning_5d.tensor_parallel.axis import TensorAxis
 from lightning_5d.tensor_parallel.random_regions import Seeded, generators, own_seed
@@ -206,8 +207,15 @@ class ExpertDoor(AroundForward):
             error.add_note(f"It was in the experts {self.layer.name}.")
             raise
 
+    # [Note: experts alone that are computed again]
+    # A forward that keeps its inputs only, of the experts and not of what is around them, is what this one has taken the place of. It then
+    # keeps the rows that have arrived: what experts make of them is computed again, and nothing is sent again.
     def _compute(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
         with self._own_numbers(rows.device):
+            # Weights of all experts are not there any more when backward comes.
+            if isinstance(self.previous, CheckpointedForward) and self._whole is None:
+                again: Tensor = self.previous.recomputed(partial(compute, self.module), rows, counts)
+                return again
             return compute(self.module, rows, counts)
 
     # [Note: random numbers of experts]

@@ -297,6 +297,23 @@ def test_a_router_is_trained_alone(ranks: RankPool, kind: str) -> None:
     ranks(2, _only_weights, kind)
 
 
+def _seconds(rank: int, kind: str) -> None:
+    exchange = open_kind(kind)
+    tokens = batch(9, "spread").part([6, 3], rank)
+    # A router that is not trained: then nothing else on the way would say so.
+    mine = [w.detach().chunk(2)[rank].requires_grad_() for w in matrices()]
+    out = through_experts(
+        tokens.hidden, tokens.index, tokens.weights.detach(), EXPERTS, experts_of(*mine), exchange, tokens.kept
+    )
+    with pytest.raises(RuntimeError, match="experts on other ranks, which have no second derivatives"):
+        torch.autograd.grad(out.square().sum(), tokens.hidden, create_graph=True)
+    exchange.close()
+
+
+def test_second_derivatives_are_refused(ranks: RankPool) -> None:
+    ranks(2, _seconds, "shared memory")
+
+
 def _wrong(rank: int, kind: str) -> None:
     exchange = open_kind(kind)
     tokens = batch(4, "spread")

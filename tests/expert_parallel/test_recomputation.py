@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,11 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_5d import ExpertParallel, FiveD, ParallelPlan, PipelineParallel, ZeRO
 from lightning_5d.activation_checkpointing import ActivationCheckpointing, Checkpointed
+from lightning_5d.expert_parallel import dispatch, experts
 from lightning_5d.models import LanguageModel
 from lightning_5d.models.decoder import DecoderBlock
 from lightning_5d.parallelism import Parallelized
 from tests.expert_parallel.in_stages import compare_settings, sparse
+from tests.expert_parallel.test_training import mixture
 from tests.ranks.pool import RankPool
+from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, fit
 
 MICROBATCHES = 4
 
@@ -48,6 +52,37 @@ def test_every_mode_sends_in_one_order_and_counts_once(ranks: RankPool) -> None:
         "experts": _strategy(3, "1f1b", ActivationCheckpointing(modules=("*.experts",))),
     }
     compare_settings(ranks, 4, sparse(), strategies, microbatches=MICROBATCHES)
+
+
+def _counted(rank: int, modes: list[str | None]) -> list[tuple[Any, dict[str, int]]]:
+    """What runs with experts alone computed again give, and how often they multiply and send."""
+    found = []
+    for mode in modes:
+        counts = {"products": 0, "sent": 0}
+
+        def counting(name: str, call: Any, counts: dict[str, int] = counts) -> Any:
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                counts[name] += 1
+                return call(*args, **kwargs)
+
+            return counted
+
+        options = None if mode is None else ActivationCheckpointing(mode, modules=("*.experts",))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(experts, "grouped_linear", counting("products", experts.grouped_linear))
+            patch.setattr(dispatch._Crossing, "start", counting("sent", dispatch._Crossing.start))
+            strategy = partial(FiveD, ExpertParallel(2), activation_checkpointing=options)
+            data = partial(Dealt, Rows(8, 6), 4)
+            run = fit(rank, mixture(shared=1), data, strategy, devices=2, limit_val_batches=0)
+        found.append((run["parameters"], counts))
+    return found
+
+
+def test_experts_alone_are_computed_again_and_nothing_is_sent_again(ranks: RankPool) -> None:
+    for (values, once), (again, counts) in ranks(2, _counted, [None, "full"], **SEPARATE):
+        assert once["sent"] == counts["sent"] > 0
+        assert 2 * once["products"] == counts["products"] > 0
+        assert all(torch.equal(values[name], again[name]) for name in values)
 
 
 def test_shards_of_experts_are_gathered_inside_of_blocks_that_run_again(ranks: RankPool) -> None:

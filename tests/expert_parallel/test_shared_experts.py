@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _device
 
 from lightning_5d import ContextParallel, ExpertParallel, FiveD, TensorParallel, ZeRO
 from lightning_5d.expert_parallel import dispatch
@@ -74,6 +75,27 @@ def only_shared(module: LanguageModel) -> None:
         layer.mlp.shared_experts.requires_grad_(True)
 
 
+class ByHand(LanguageModel):
+    """Steps by itself, and so inside of what lets torch clip gradients over several arrangements of ranks."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss.detach()}
+
+
+def by_hand() -> ByHand:
+    torch.manual_seed(0)
+    return ByHand(decoder=MIXTURE().hparams["decoder"])
+
+
 def _run(
     rank: int, plugins: tuple[Any, ...], make: Callable[[], Any], messages: bool, together: bool, **strategy: Any
 ) -> tuple[Any, list[str]]:
@@ -119,6 +141,7 @@ CASES: dict[str, Any] = {
     "messages": ((ExpertParallel(2, capacity_factor=1.0), ZeRO(stage=3)), {"messages": True}),
     "tensor": ((ExpertParallel(2), TensorParallel(2)), {}),
     "context": ((ExpertParallel(2), ContextParallel(2)), {}),
+    "by hand": ((ExpertParallel(2),), {"make": by_hand}),
 }
 
 
@@ -173,3 +196,20 @@ def test_modes_see_what_is_computed_meanwhile_and_nothing_of_the_way() -> None:
             assert is_looked_at(x)
     for mode in (outer, inner):
         assert mode.names == ["_as_one_operation", "sin", "tan"]
+
+
+def test_a_default_device_is_one_for_what_is_computed_meanwhile() -> None:
+    x, made = torch.ones(2, 3), list[Tensor]()
+    with torch.device("meta"):
+        assert not is_looked_at(x)
+        beside = as_now(lambda: made.append(torch.ones(2)))
+
+        def way(hidden: Tensor) -> Tensor:
+            beside()
+            return hidden
+
+        _as_one_operation(x, way)
+        made.append(torch.ones(2))
+    made.append(torch.ones(2))
+    assert [tensor.device.type for tensor in made] == ["meta", "meta", "cpu"]
+    assert _device.CURRENT_DEVICE is None

@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from lightning_5d import TensorParallel, ZeRO
+from lightning_5d.models import LanguageModel
 from tests.ranks.pool import RankPool
 from tests.tensor_parallel.parity import compare, decoder
 
@@ -56,3 +58,21 @@ def test_clipping(ranks: RankPool, algorithm: str) -> None:
     tensor = TensorParallel(2, sequence_parallel=True)
     bound: dict[str, Any] = {"gradient_clip_algorithm": algorithm, "gradient_clip_val": 0.05}
     compare(ranks, decoder(), tensor, ZeRO(stage=2), world=4, **bound)
+
+
+class Beforehand(LanguageModel):
+    """Runs a backward of its own, for gradients of inputs say, whose gradients of weights `zero_grad` drops."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.loss(batch).backward()
+        return super().training_step(batch, batch_idx)
+
+
+def beforehand() -> Beforehand:
+    module: Any = decoder()()
+    module.__class__ = Beforehand
+    return module  # type: ignore[no-any-return]
+
+
+def test_gradients_of_a_backward_inside_of_the_step_are_dropped_before_the_next(ranks: RankPool) -> None:
+    compare(ranks, beforehand, TensorParallel(2), world=2)
