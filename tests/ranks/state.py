@@ -20,6 +20,8 @@ from lightning_5d.communication import destroy_process_groups
 
 SEED = 0
 LEFTOVER_GRACE_SECONDS = 2.0
+HELD_GROUPS = "process groups that something still holds"
+"""Said of a call whose groups live on, with a thread each that wakes a hundred times a second: its process has to go."""
 # Processes that serve the rest of the process's life by design.
 SERVICES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
 
@@ -64,8 +66,6 @@ class ProcessState:
             torch._dynamo.reset()
         self.seed()
         gc.collect()
-        # What has stayed (modules, caches) is not looked at again: that took a tenth of all time.
-        gc.freeze()
 
     @staticmethod
     def seed() -> None:
@@ -83,10 +83,12 @@ class ProcessState:
                 for thread in threading.enumerate()
                 if thread not in self._threads and not thread.daemon and thread.is_alive()
             ] + [f"process {pid} ({command})" for pid, command in _children()]
-            if loops := _event_loops():
-                gc.unfreeze()  # what the last collection has finalized, or a thread that has ended since, may have held more
-                gc.collect()
-                found.append(f"{loops} process group(s) of gloo that something still holds")
+            if _event_loops():
+                gc.collect()  # what the last collection has finalized, or a thread that has ended since, may have held more
+                found.append(HELD_GROUPS)
+            if not found:
+                # What has stayed (modules, caches) is not looked at again: that took a tenth of all time.
+                gc.freeze()
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.02)
@@ -100,7 +102,7 @@ def _handlers() -> dict[int, Any]:
 
 
 def _event_loops() -> int:
-    """How many of gloo's event loops run: one for each process group, a hundred times a second, whether it is used or not."""
+    """How many of gloo's event loops run: one for each process group, whether it is used or not."""
     count = 0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):

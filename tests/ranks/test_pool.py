@@ -5,6 +5,7 @@ import pickle
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -114,6 +115,10 @@ def pid(rank: int) -> int:
     return os.getpid()
 
 
+def _keep_group(rank: int) -> None:
+    sys.modules[__name__].__dict__["KEPT"] = dist.group.WORLD
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4, 16])
 def test_every_call_is_a_world_of_its_own_size(ranks: RankPool, world_size: int) -> None:
     total = 2.0 * sum(range(world_size))
@@ -194,6 +199,13 @@ def test_a_process_left_behind_is_reported_and_ended(ranks: RankPool) -> None:
 def test_a_thread_left_behind_is_reported(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="thread 'forgotten'"):
         ranks(1, leave_a_thread)
+
+
+def test_a_process_whose_groups_live_on_is_replaced(ranks: RankPool) -> None:
+    before = ranks(2, pid)
+    assert ranks(2, pid) == before
+    ranks(2, _keep_group)
+    assert not set(ranks(2, pid)) & set(before)
 
 
 def test_the_environment_of_a_call_can_be_extended(ranks: RankPool) -> None:

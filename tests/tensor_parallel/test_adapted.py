@@ -55,7 +55,7 @@ def test_a_changed_model_trains_as_in_one_process(
 
 def test_compiled_blocks_train_as_in_one_process(ranks: RankPool) -> None:
     tensor = TensorParallel(2, sequence_parallel=True)
-    compare(ranks, partial(changed, compile_blocks, layers=1), tensor, world=2, rows=8)
+    compare(ranks, partial(changed, compile_blocks, layers=2), tensor, world=2, rows=8)
 
 
 class ByHand(LanguageModel):
