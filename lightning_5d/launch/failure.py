@@ -41,7 +41,7 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "Failure":
         """The failure that an exception on `rank` is."""
-        line = traceback.format_exception_only(error)[-1].strip()
+        line = _headline(error)
         if isinstance(error, KeyboardInterrupt):
             return cls(rank, "was interrupted (SIGINT)")
         if isinstance(error, SIGTERMException):
@@ -80,6 +80,13 @@ class RankFailure(RuntimeError):
 
     def __reduce__(self) -> tuple[type["RankFailure"], tuple[str, Failure]]:
         return type(self), (str(self), self.failure)
+
+
+def _headline(error: BaseException) -> str:
+    """Type and message; notes follow a traceback, they do not stand for it."""
+    told = traceback.TracebackException.from_exception(error)
+    told.__notes__ = None
+    return list(told.format_exception_only())[-1].strip()
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+NAMES_ANOTHER = "lightning_5d.launch.failure.RankFailure: rank "
 
 
 @dataclass(frozen=True)
@@ -53,4 +54,6 @@ class Report:
     def secondary(self) -> bool:
         """Whether the failure only says that another rank is gone."""
         text = self.outcome.failure if self.outcome is not None and self.outcome.failure is not None else ""
-        return any(sign in text for sign in LOST_PEER)
+        # Rank 0 of a job repeats the failure of another in full, the rest only name it.
+        named = self.rank != 0 and NAMES_ANOTHER in text
+        return named or any(sign in text for sign in LOST_PEER)

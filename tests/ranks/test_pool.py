@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_5d.launch import RankFailure
+from lightning_5d.launch.failure import Failure
 from tests.ranks import RankError, RankPool
 from tests.ranks.forks import ROOT
 from tests.ranks.warm import start_warm
@@ -32,6 +34,14 @@ def raise_on(rank: int, guilty: int) -> None:
     if rank == guilty:
         raise KeyError("the learning rate")
     dist.barrier()
+
+
+def fail_after_the_other_has_said_so(rank: int) -> None:
+    if rank == 0:
+        time.sleep(0.5)
+        raise KeyError("the learning rate")
+    failure = Failure(0, "raised KeyError")
+    raise RankFailure(failure.describe(2, with_traceback=False), failure)
 
 
 def kill_self(rank: int, guilty: int) -> None:
@@ -143,6 +153,12 @@ def test_an_exception_arrives_with_the_traceback_of_its_rank(ranks: RankPool, gu
     assert "in raise_on\n" in str(caught.value)
     assert "KeyError: 'the learning rate'" in str(caught.value)
     assert ranks(4, add_over_ranks, 1.0) == [6.0] * 4
+
+
+def test_a_rank_that_only_names_another_is_not_the_one_to_blame(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="KeyError: 'the learning rate'") as caught:
+        ranks(2, fail_after_the_other_has_said_so)
+    assert caught.value.rank == 0
 
 
 def test_a_killed_rank_is_named_with_its_signal_and_the_places_of_the_others(ranks: RankPool) -> None:
