@@ -257,7 +257,8 @@ class FiveD(ParallelSteps):
         raise_problems(problems)
         if self._mesh is None:
             self._mesh = ParallelMesh.create(context.sizes, device.type, self._timeout)
-            rank_zero_info(f"FiveD: {self._mesh.describe()}")
+            # The mesh alone has no word of experts, which take no ranks of their own, nor of what a stage of ZeRO shards.
+            rank_zero_info(f"{self!r}: {self._mesh.describe()}")
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self._mesh.device_mesh  # for `configure_model`, as Lightning documents
 

@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     tokenize.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
     add_schedule_options(commands.add_parser("schedule", help="draw pipeline schedules, with their bubble and memory"))
     add_plan_options(
-        commands.add_parser("plan", help="show what a tensor or context axis makes of a model and its sequences")
+        commands.add_parser(
+            "plan", help="show what a tensor, context or expert axis makes of a model and its sequences"
+        )
     )
     # Not for people: how the other ranks of a run that Hydra configured are started.
     worker = commands.add_parser("worker")

@@ -36,8 +36,8 @@ def module_problems(module: nn.Module, found: Sequence[FoundExperts], plugin: Ex
         if not misses:
             fix = (
                 "Leave ExpertParallel out, or use a model with experts, such as Mixtral, Qwen3-MoE or model=moe_tiny. Experts of your own are found if they"
-                " are a module called as experts(hidden, index, weights) whose stacked weights have the experts as their first dimension"
-                " (docs/expert_parallel.md)."
+                " are a module named experts, or of a class named …Experts, that is called as experts(hidden, index, weights), and whose stacked weights have"
+                " the experts as their first dimension (docs/expert_parallel.md)."
             )
             return [Problem(what, fix)]
     problems = [Problem(f"{asked}: {miss.what}", miss.fix) for miss in _once(misses)]

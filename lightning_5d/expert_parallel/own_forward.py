@@ -111,7 +111,7 @@ def disagreement(found: FoundExperts) -> Problem | None:
         if not torch.allclose(whole, parts, rounding, rounding * float(whole.abs().max())):
             return Problem(
                 f"{what}with half of its {total} experts its forward computes other values for the same rows.",
-                fix,
+                f"Let it take its arguments in this order: forward(hidden, index, weights). If it does: {fix[0].lower()}{fix[1:]}",
             )
         difference = _of_the_sum(found, rows, rounding)
     if difference is None:

@@ -216,6 +216,9 @@ def test_a_method_for_sorted_rows_makes_experts_of_a_module_of_any_name() -> Non
 def test_experts_whose_forward_needs_all_of_them_are_refused() -> None:
     (problem,) = near_misses(nn.ModuleDict({"experts": Mine(normed=True)}))
     assert "with half of its 4 experts its forward computes other values" in str(problem)
+    assert "forward(hidden, index, weights)" in str(
+        problem
+    )  # the other way round it also runs, and computes other values
     assert "compute_sorted(rows, counts)" in str(problem)
 
 

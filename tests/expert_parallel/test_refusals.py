@@ -37,7 +37,7 @@ def _averaged() -> LanguageModel:
 
 
 CASES: list[tuple[Callable[[], Any], list[Parallelism], dict[str, Any], list[str]]] = [
-    (decoder(), [ExpertParallel(2)], {}, ["LanguageModel has no MoE layer", "Leave ExpertParallel out"]),
+    (decoder(), [ExpertParallel(2)], {}, ["LanguageModel has no MoE layer", "Leave ExpertParallel out", "named experts, or of a class named …Experts"]),
     (partial(Routed, (4, 5)), [ExpertParallel(2)], {}, ["2 does not divide the 5 experts of layers.*.experts", "a size of 1 does"]),
     (_listed, [ExpertParallel(2)], {}, ["layers.0.experts (ModuleList)", "is a ModuleList of 4 modules"]),
     (partial(Spreading, "Mixtral", num_experts_per_tok=6), [ExpertParallel(2)], {}, ["to 6 experts and has 4", "At most 4"]),

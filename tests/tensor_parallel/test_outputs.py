@@ -1,5 +1,6 @@
 """What people get to see: whole logits from steps, and a description of the run."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero as rank_zero_module
 from torch import Tensor
 
 from lightning_5d import FiveD, PipelineParallel, TensorParallel, ZeRO
@@ -108,18 +110,28 @@ def test_what_steps_return_is_whole_and_plain_on_every_rank(ranks: RankPool, plu
     assert expected["tensors"]["predict 0"].shape == (4, 6, VOCABULARY)
 
 
-def _described(rank: int) -> tuple[str, str]:
+def _described(rank: int) -> tuple[str, str, list[str]]:
     strategy = FiveD(TensorParallel(2, sequence_parallel=True), ZeRO(stage=1))
     before = strategy.describe()
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    rank_zero_module.log.addHandler(listener)
     torch.manual_seed(0)
     module = LanguageModel(DecoderConfig(**SIZES), {"lr": 3e-3, "warmup_steps": 2})
     trainer = quiet(devices=2, strategy=strategy, use_distributed_sampler=False, max_steps=1)
-    trainer.fit(module, Dealt(Rows(8, 6), 4))
-    return before, strategy.describe()
+    try:
+        trainer.fit(module, Dealt(Rows(8, 6), 4))
+    finally:
+        rank_zero_module.log.removeHandler(listener)
+    return before, strategy.describe(), said
 
 
 def test_a_strategy_describes_its_mesh_its_plugins_and_what_became_of_each_layer(ranks: RankPool) -> None:
-    before, after = ranks(2, _described, **SEPARATE)[1]
+    (_, _, said), (before, after, silent) = ranks(2, _described, **SEPARATE)
+    line = "FiveD(TensorParallel(size=2, sequence_parallel=True), ZeRO(stage=1)): dp_shard=1 x tp=2 (2 ranks)"
+    assert said.count(line) == 1, said
+    assert line not in silent
     assert before.splitlines() == [
         "Mesh: none yet, processes have not started",
         "",
