@@ -10,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities import rank_zero as rank_zero_module
 from torch import Tensor
 
 from lightning_5d import FiveD, PipelineParallel, TensorParallel, ZeRO
@@ -114,16 +113,16 @@ def _described(rank: int) -> tuple[str, str, list[str]]:
     strategy = FiveD(TensorParallel(2, sequence_parallel=True), ZeRO(stage=1))
     before = strategy.describe()
     said: list[str] = []
-    listener = logging.Handler()
+    logger, listener = logging.getLogger("lightning.pytorch.utilities.rank_zero"), logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    rank_zero_module.log.addHandler(listener)
+    logger.addHandler(listener)
     torch.manual_seed(0)
     module = LanguageModel(DecoderConfig(**SIZES), {"lr": 3e-3, "warmup_steps": 2})
     trainer = quiet(devices=2, strategy=strategy, use_distributed_sampler=False, max_steps=1)
     try:
         trainer.fit(module, Dealt(Rows(8, 6), 4))
     finally:
-        rank_zero_module.log.removeHandler(listener)
+        logger.removeHandler(listener)
     return before, strategy.describe(), said
 
 
