@@ -191,7 +191,9 @@ class ExpertLoad(L.Callback):
         worst, value = max(
             self.history.columns[-1].imbalance.items(), key=lambda item: -1.0 if math.isnan(item[1]) else item[1]
         )
-        return f"Experts: the busiest has {last:.2f} of the mean (at first {first:.2f}); worst in {worst}, {value:.2f}."
+        return (
+            f"Experts: the busiest has {last:.2f} times the mean (at first {first:.2f}); worst in {worst}, {value:.2f}."
+        )
 
     def _history(self, layers: Mapping[str, int]) -> LoadHistory:
         state, self._restored = self._restored, None

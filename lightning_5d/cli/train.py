@@ -59,7 +59,6 @@ def _report(trainer: L.Trainer, data: L.LightningDataModule, folder: Path) -> li
             lines.append(f"Pipeline, bubble: {actual.bubble_ratio:.1%} measured, {planned.bubble_ratio:.1%} planned")
             lines += [f"Pipeline, chart:  {file}" for file in callback.files if file.suffix in (".png", ".html")]
         if isinstance(callback, ExpertLoad) and callback.files:
-            lines.append(callback.summary())
             lines += [f"Experts, chart:   {file}" for file in callback.files if file.suffix == ".png"]
         if isinstance(callback, LossPlot):
             lines.append(f"Plot of the loss: {callback.path}")
