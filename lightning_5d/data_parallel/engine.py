@@ -48,6 +48,11 @@ class Engine:
         """
 
     @contextmanager
+    def completing(self) -> Iterator[None]:
+        """Around a backward after which `wait` completes the gradients, also in the middle of a window or outside of one."""
+        yield
+
+    @contextmanager
     def schedule(self, parts: Sequence[Part], *, last: bool, backward: bool) -> Iterator[None]:
         """Around a schedule of microbatches, in place of `begin` and `wait`; all data ranks run the same one.
 
@@ -80,6 +85,10 @@ class Engine:
         """Around a loop that does not change parameters: stages 1 and 2, which hold all of them, gather them once."""
         yield
 
+    def full_parameters(self) -> Iterable[nn.Parameter]:
+        """What modules compute with in place of sharded parameters, also while it does not stand in them."""
+        return ()
+
     def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
         """See :meth:`lightning_5d.parallelism.Parallelized.memory`."""
         return ()
@@ -105,6 +114,16 @@ class ReplicatedEngine(Engine):
     def wait(self) -> None:
         if self._reducer is not None:
             self._reducer.finish()
+
+    @override
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        reducer = self._reducer_for(None)
+        before, reducer.synchronize = reducer.synchronize, True
+        try:
+            yield
+        finally:
+            reducer.synchronize = before
 
     @override
     @contextmanager
@@ -195,13 +214,17 @@ class ShardedEngine(Engine):
     @override
     def begin(self, last: bool = True) -> None:
         self._initialize()
-        stage = self.options.stage
         if self._exchange is not None:
             self._exchange.reuse = False
             self._exchange.settle()
         if self._complete:
             self._reshard()  # a forward without backward may have left parameters that are stale by now
-        self._last, self._complete, self._depth = last, False, 0
+        self._complete, self._depth = False, 0
+        self._expect(last)
+
+    def _expect(self, last: bool) -> None:
+        """Says whether the next backward completes the gradients."""
+        self._last, stage = last, self.options.stage
         for group in self.groups:
             group.reduce_grads = last or stage >= 2
             group.reshard_after_backward = last or stage == 3
@@ -221,6 +244,18 @@ class ShardedEngine(Engine):
             group.forget_unused(used_somewhere)
         self.reshard()
         self._complete = True
+
+    @override
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        self._initialize()
+        last, complete = self._last, self._complete
+        self._expect(True)
+        try:
+            yield
+        finally:
+            self._expect(last)
+            self._complete = complete
 
     @override
     @contextmanager
@@ -256,6 +291,13 @@ class ShardedEngine(Engine):
             yield
         finally:
             exchange.reuse = False
+
+    @override
+    def full_parameters(self) -> Iterable[nn.Parameter]:
+        for group in self.groups:
+            yield from group.full_parameters()
+        if self._scalars is not None:
+            yield from self._scalars.plain
 
     @override
     def memory(self) -> Iterable[tuple[str, torch.Tensor]]:

@@ -154,6 +154,10 @@ class RecordingParamGroup(FSDPParamGroup):
         """Takes part, with zeros, in reductions that other ranks have started and this one has not."""
         self.reductions = 0
 
+    def full_parameters(self) -> list[nn.Parameter]:
+        """Those that have been whole by now."""
+        return [param._unsharded_param for param in self.fsdp_params if hasattr(param, "_unsharded_param")]
+
     def mirror_requires_grad(self) -> None:
         """Gives full parameters that exist the `requires_grad` of their sharded ones."""
         for param in self.fsdp_params:

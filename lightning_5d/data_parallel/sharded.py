@@ -50,7 +50,7 @@ class ShardedData(Parallelized):
         self._root: FSDPState | None = state_of(module) if isinstance(module, FSDPModule) else None
         self._in_step = False
         self._open = False
-        self._scheduled = False
+        self._scheduled = self._own_backward = False
         # Other parameters are gathered when their module is called; those the root holds itself are just read.
         self._root_holds_parameters = any(True for _ in module.parameters(recurse=False))
         self._by_hand = not getattr(module, "automatic_optimization", True)
@@ -106,6 +106,21 @@ class ShardedData(Parallelized):
         self.engine.wait()
         self._hold(self._in_step)
         self._reopen()
+
+    @override
+    def standing_in(self) -> Iterable[Tensor]:
+        return self.engine.full_parameters()
+
+    @contextmanager
+    @override
+    def own_backward(self) -> Iterator[None]:
+        # What of the step follows is again a forward of the root, whatever it uses.
+        before, self._own_backward = self._own_backward, not self._by_hand
+        try:
+            with self.engine.completing():
+                yield
+        finally:
+            self._own_backward = before
 
     @override
     def finalize_gradients(self) -> None:
@@ -183,7 +198,7 @@ class ShardedData(Parallelized):
             self.engine.reshard()
 
     def _reopen(self) -> None:
-        if self._in_step and not self._open and self._root_holds_parameters:
+        if self._in_step and not self._open and (self._root_holds_parameters or self._own_backward):
             self._enter((), {})
             if isinstance(self.engine, ShardedEngine):
                 self.engine.shown.show()
