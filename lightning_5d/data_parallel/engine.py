@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_5d.data_parallel import account
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.options import ShardOptions
+from lightning_5d.data_parallel.param import clear
 from lightning_5d.data_parallel.param_group import RecordingParamGroup
 from lightning_5d.data_parallel.parts import Owners
 from lightning_5d.data_parallel.peers import Peers
@@ -171,7 +172,13 @@ class ReplicatedEngine(Engine):
 
 
 class ShardedEngine(Engine):
-    """Stages 1 to 3 (and stage 0 in mixed precision) on FSDP2's parameter groups."""
+    """Stages 1 to 3 (and stage 0 in mixed precision) on FSDP2's parameter groups.
+
+    Attributes:
+        groups: The groups.
+        shown: Gradients of shards on full parameters.
+        keeps_pinned: Whether parameters that `hold_through_backward` has kept whole stay so, whatever is freed.
+    """
 
     def __init__(
         self,
@@ -201,7 +208,7 @@ class ShardedEngine(Engine):
                 known += groups
         self._last = self._complete = True
         self._depth = 0
-        self._held = False
+        self._held = self.keeps_pinned = False
         self.shown = ShownGradients(self.groups, scalars)
         for state in self._states[1:]:
             # A block that is called before the root must not become a root of its own.
@@ -335,10 +342,21 @@ class ShardedEngine(Engine):
         """Whether parameters that a backward uses stay whole until `wait`: it may itself be differentiated.
 
         A gradient penalty is such a backward, inside the step: the step's own backward then goes through products with
-        the same full parameters, in whatever order.
+        the same full parameters, in whatever order. With `keeps_pinned` another backward in between leaves them whole, too.
         """
         for group in self.groups:
             group.holding = hold
+
+    def clear_gradients(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of shards, and what is to be added to them, while full parameters stand in the module."""
+        for group in self.groups:
+            group.clear_gradients(set_to_none)
+        if self._scalars is not None:
+            self._scalars.drop_gradients()
+        for sharded in () if self._scalars is None else self._scalars.sharded:
+            clear(sharded, set_to_none)
+        for peers, _ in self._groups_of:
+            peers.pending.forget()
 
     def mirror_requires_grad(self) -> None:
         """Gives full parameters that exist the `requires_grad` of their sharded ones, outside the usual gather."""
@@ -422,6 +440,8 @@ class ShardedEngine(Engine):
             return
         for group in self.groups:
             group.discard_arrival()  # gathered ahead, before what is about to change
+            if self.keeps_pinned and group.pinned:
+                continue
             group.pinned = False
             group._to_sharded()
         if self._scalars is not None:

@@ -22,6 +22,7 @@ from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.layout import Layout, cut_among_ranks
 from lightning_5d.data_parallel.param import (
     can_lend,
+    clear,
     deliver,
     drop_gradient,
     hand_over,
@@ -144,6 +145,12 @@ class RecordingParamGroup(FSDPParamGroup):
         self.fresh.clear()
         for param in self.fsdp_params:
             drop_gradient(param)
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Clears the gradients of shards, and those that were not reduced."""
+        for param in self.fsdp_params:
+            drop_gradient(param)
+            clear(param.sharded_param, set_to_none)
 
     @property
     def arriving(self) -> bool:

@@ -174,6 +174,15 @@ class ByHand(Attacked):
             optimizer.step()
 
 
+class ClearedFirst(ByHand):
+    """Clears gradients by the module's own method, before anything else in a step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
 class OwnWeights(Attacked):
     """Has a weight of its own, which no block holds."""
 
@@ -195,7 +204,7 @@ class OwnWeightsByHand(OwnWeights, ByHand):
 
 
 KINDS: dict[str, type[Attacked]] = {kind.__name__: kind for kind in Attacked.__subclasses__()} | {"Attacked": Attacked}
-KINDS |= {kind.__name__: kind for kind in (OwnWeightsCleared, OwnWeightsByHand)}
+KINDS |= {kind.__name__: kind for kind in (ClearedFirst, OwnWeightsCleared, OwnWeightsByHand)}
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
