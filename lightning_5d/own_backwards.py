@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.tensor import DTensor
 
 from lightning_5d.parallelism import Parallelized
 from lightning_5d.precision import around_backward
@@ -102,7 +103,7 @@ class OwnBackwards:
                 return original(outputs, grads, *args, **kwargs)
             _, create_graph, inputs = args[:3]
             if not kwargs.get("accumulate_grad"):
-                self._check_grad(inputs)
+                self._check_grad(outputs, inputs)
                 return original(outputs, grads, *args, **kwargs)
             if not self._reaches_weights(outputs, inputs):
                 return original(outputs, grads, *args, **kwargs)
@@ -130,10 +131,7 @@ class OwnBackwards:
         return result
 
     def _reaches_weights(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
-        weights = self._weights()
-        if inputs:
-            return any(id(one) in weights for one in inputs)
-        return _reaches(outputs, weights)
+        return self._check_inputs(outputs, inputs) if inputs else _reaches(outputs, self._weights())
 
     def _weights(self) -> set[int]:
         """What of the module takes gradients."""
@@ -143,7 +141,7 @@ class OwnBackwards:
         }
 
     def _check(self, create_graph: bool) -> None:
-        kind = type(self._steps.connected_module).__name__
+        kind = type(self._steps.connected_module).__name__.removeprefix("FSDP")  # which FSDP2 puts in front
         if self._runs_schedules:
             raise MisconfigurationException(
                 f"{kind} calls `backward` by itself, but under a pipeline each rank has a stage of the module, and backwards run by"
@@ -174,28 +172,50 @@ class OwnBackwards:
         """The axes over which gradients of weights are added up."""
         return [axis for axis in ("dp_replicate", "dp_shard", "cp", "tp") if self._steps.mesh.size(axis) > 1]
 
-    def _check_grad(self, inputs: Sequence[Any]) -> None:
+    def _check_inputs(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
+        """Whether weights are among what gradients are asked for: they have to be what modules have computed with."""
+        weights = self._weights()
+        asked = [one for one in inputs if id(one) in weights]
+        lost = next(
+            (one for one in asked if isinstance(one, DTensor) and not _reaches(outputs, {id(one)}, False)), None
+        )
+        if lost is not None:
+            raise MisconfigurationException(
+                f"The gradient of {self._name(lost)} is asked for, and the module holds a shard of it now: modules have computed with the"
+                " whole weight, which was freed after that. Call loss.backward(), which leaves gradients in `grad`, or use a stage of ZeRO"
+                " below 3, which keeps weights whole through a step."
+            )
+        return bool(asked)
+
+    def _check_grad(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         """What `torch.autograd.grad` gives of weights is this rank's."""
         shares = self._shares
-        if not shares or self._warned or not any(isinstance(one, torch.nn.Parameter) for one in inputs):
+        if not shares or not self._check_inputs(outputs, inputs):
             return
-        weights = self._weights()
-        if not any(id(one) in weights for one in inputs):
-            return
-        self._warned = True
-        rank_zero_warn(
-            "torch.autograd.grad gives gradients of weights from this rank's part of the batch alone; loss.backward() leaves those of all"
-            " ranks in `grad`."
-        )
+        if "tp" in shares:
+            raise MisconfigurationException(
+                "torch.autograd.grad asks for gradients of weights. Each rank of TensorParallel has a part of them, some of which are summands"
+                " of the true ones. Call loss.backward(), which leaves them complete in `grad`, or leave TensorParallel out."
+            )
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                "torch.autograd.grad gives gradients of weights from this rank's part of the batch alone, as one process would from a"
+                " smaller batch; loss.backward() leaves those of all ranks in `grad`."
+            )
+
+    def _name(self, weight: Any) -> str:
+        named = self._steps.connected_module.named_parameters()
+        return next((name for name, parameter in named if parameter is weight), "a weight")
 
 
-def _reaches(outputs: Iterable[Any], weights: set[int]) -> bool:
-    """Whether a backward would come to one of these weights, or to a node in which it cannot be seen where it goes."""
+def _reaches(outputs: Iterable[Any], weights: set[int], opaque: bool = True) -> bool:
+    """Whether a backward would come to one of these weights, or (``opaque``) to a node in which it cannot be seen where it goes."""
     waiting = [node for one in outputs if (node := _node(one)) is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, BackwardCFunction) or id(getattr(node, "variable", None)) in weights:
+        if (opaque and isinstance(node, BackwardCFunction)) or id(getattr(node, "variable", None)) in weights:
             return True
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

@@ -100,7 +100,7 @@ class SeveralLosses(Attacked):
     def attack(self, batch: Tensor) -> Tensor:
         x = self.embed(batch[:, :-1]).detach().requires_grad_()
         out = self.layers[0](x)
-        torch.autograd.backward([self.of_embedded(x, batch), out], [None, torch.full_like(out, 1e-3)])
+        torch.autograd.backward([self.of_embedded(x, batch), out], [None, torch.full_like(out, 0.01 / len(out))])
         assert x.grad is not None
         return 0.1 * x.grad.sign()
 

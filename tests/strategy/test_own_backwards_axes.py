@@ -25,20 +25,12 @@ class Attacked(LanguageModel):
         noise = torch.zeros(*batch["labels"].shape, self.decoder.config.vocab_size, requires_grad=True)
         self._noisy(batch, noise).backward()
         assert noise.grad is not None
-        self.watch()
         return self._noisy(batch, 0.3 * noise.grad.sign())
 
     def _noisy(self, batch: Mapping[str, Tensor], noise: Tensor) -> Tensor:
         output = self(batch["input_ids"])
         logits, losses = (output, {}) if isinstance(output, Tensor) else output
         return F.cross_entropy((logits + noise).flatten(0, 1), batch["labels"].flatten()) + sum(losses.values())
-
-    def watch(self) -> None:
-        """For those who look at gradients in between."""
-
-
-class Scaled(Attacked):
-    """Goes on with gradients of weights: the noise is as large as their norm."""
 
 
 def _of(make: Any, kind: type[LanguageModel] = Attacked) -> LanguageModel:
@@ -72,6 +64,44 @@ def test_expert_ranks(ranks: RankPool, stage: int) -> None:
 
 def test_layers_that_run_again(ranks: RankPool) -> None:
     compare(ranks, attacked(), ZeRO(stage=3), world=2, strategy={"activation_checkpointing": "full"})
+
+
+class AttackedByHand(Attacked):
+    """Steps by hand, with backwards that Lightning does not know of."""
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+
+class Asking(LanguageModel):
+    """Wants gradients of weights without leaving them in `grad`."""
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        torch.autograd.grad(loss, [self.decoder.norm.weight], retain_graph=True)
+        return loss
+
+
+def _by_hand() -> LanguageModel:
+    module = _of(decoder(), AttackedByHand)
+    module.automatic_optimization = False
+    return module
+
+
+@pytest.mark.parametrize("axis", [TensorParallel(2, sequence_parallel=True), ContextParallel(2)])
+def test_steps_by_hand(ranks: RankPool, axis: Any) -> None:
+    compare(ranks, _by_hand, axis, world=2, tokens=8, gradient_clip_val=None)
+
+
+def test_gradients_of_weights_on_tensor_ranks_cannot_be_asked_for(ranks: RankPool) -> None:
+    make, strategy = partial(_of, decoder(), Asking), partial(FiveD, TensorParallel(2))
+    with pytest.raises(RankError, match=r"torch\.autograd\.grad asks for gradients of weights"):
+        ranks(2, partial(fit, module=make, data=partial(uneven, tokens=8), strategy=strategy, devices=2), **SEPARATE)
 
 
 def test_a_pipeline_says_no(ranks: RankPool) -> None:
