@@ -148,6 +148,9 @@ class RecordingParamGroup(FSDPParamGroup):
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Clears the gradients of shards, and those that were not reduced."""
+        if set_to_none:
+            self.used.clear()
+            self.fresh.update(range(len(self.fsdp_params)))
         for param in self.fsdp_params:
             drop_gradient(param)
             clear(param.sharded_param, set_to_none)
