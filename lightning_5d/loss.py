@@ -95,11 +95,16 @@ class LossWindow:
         self._weight_sum = 0.0
         self._weighted = 0
         self._reference: float | None = None
-        self._warned = False
+        self._warned = self._own_backward = False
 
     def restart(self) -> None:
         """Forgets microbatches whose gradients were not used."""
         self.count, self._weighted, self._weight_sum = 0, 0, 0.0
+        self._own_backward = False
+
+    def note_own_backward(self) -> None:
+        """A backward of the user's own has added to the gradients of this window; its loss has no weight."""
+        self._own_backward = True
 
     def scale(self, weight: float | None, group: dist.ProcessGroup, device: torch.device) -> float:
         """The factor for the backward of the next microbatch, counted in; all data ranks call it together.
@@ -112,6 +117,8 @@ class LossWindow:
         Raises:
             ValueError: If some microbatches of the window have weights and others have none.
         """
+        if not self.count:
+            self._own_backward = False  # gradients have just been cleared
         self.count += 1
         if weight is not None:
             self._weighted += 1
@@ -182,8 +189,11 @@ class LossWindow:
 
         Returns:
             The factor; 0 where every weight of the window was 0.
+
+        Raises:
+            MisconfigurationException: If a backward of the user's own has added to gradients that a factor is due to.
         """
-        count, weighted, weight_sum = self.count, self._weighted, self._weight_sum
+        count, weighted, weight_sum, own_backward = self.count, self._weighted, self._weight_sum, self._own_backward
         self.restart()
         if not count:
             return 1.0
@@ -192,6 +202,13 @@ class LossWindow:
             rank_zero_warn(
                 f"accumulate_grad_batches={planned}, but an epoch has {batches} batches per rank: the optimizer steps at the"
                 f" end of each epoch, with the mean over {batches}. Use at most accumulate_grad_batches={batches}."
+            )
+        if own_backward and (weighted or planned != count):
+            kind = "weights" if weighted else f"{count} of {planned} microbatches"
+            raise MisconfigurationException(
+                f"The gradients of an accumulation window with {kind} are divided when it ends, and a backward of your own, after the"
+                " window's first microbatch has cleared gradients, has added others to them. Use torch.autograd.grad(loss, inputs) in its"
+                " place, or return the sum of both losses."
             )
         if not weighted:
             return planned / count

@@ -279,6 +279,17 @@ class Parallelized:
     def after_backward(self) -> None:
         """Comes after each backward, innermost axis first, before anybody may look at gradients."""
 
+    def standing_in(self) -> Iterable[Tensor]:
+        """What stands for the module's parameters in graphs, where that are other tensors than those in the module now."""
+        return ()
+
+    def own_backward(self) -> AbstractContextManager[None]:
+        """A context around a backward that the user's code runs by itself, with its `before_backward` and `after_backward`.
+
+        Gradients are complete after it, also in the middle of an accumulation window: the user may read them.
+        """
+        return nullcontext()
+
     def before_optimizer_step(self) -> None:
         """Comes right before parameters change."""
 

@@ -391,6 +391,11 @@ class _StepLeftOutError(Exception):
         self.result = result
 
 
+def around_backward(plugin: Precision) -> Callable[[], AbstractContextManager[None]] | None:
+    """Makes the context of a backward inside of a step, where a precision needs one."""
+    return plugin.backward_context if isinstance(plugin, FiveDPrecision) and plugin.compute_dtype is not None else None
+
+
 def fived_precision(plugin: Precision) -> tuple[FiveDPrecision, list[Problem]]:
     """The plugin of the same precision for `FiveD`, and what is wrong with that precision.
 

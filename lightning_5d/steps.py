@@ -21,8 +21,9 @@ from lightning_5d.communication import MeshCommunication
 from lightning_5d.gradients import global_norms, scale_gradients
 from lightning_5d.logs import LogExchange
 from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_loss
+from lightning_5d.own_backwards import OwnBackwards
 from lightning_5d.parallelism import Parallelized
-from lightning_5d.precision import FiveDPrecision
+from lightning_5d.precision import FiveDPrecision, around_backward
 from lightning_5d.random_streams import step_stream
 from lightning_5d.recompute_contexts import RecomputeContexts
 from lightning_5d.scheduling import PostValidation, Scheduling, StepRun, looks_at_gradients
@@ -41,6 +42,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         parallelized: The axes at work on the connected module, outermost first; empty until it has been set up.
         logs: How ranks agree on what they log; ``None`` for one rank.
         skipped_steps: Counts of optimizer steps tried and left out.
+        uneven_prediction: Whether ranks have different numbers of batches to predict, so that none may wait for another there.
         overflow: Whether loss scaling found this step's gradients not finite on any rank; until the next window.
     """
 
@@ -56,11 +58,12 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         self._window = LossWindow()
         self._weight: float | None = None
         self._agreed: tuple[str, int] | None = None
-        self._uneven_prediction = False
+        self.uneven_prediction = False
         self._shared_norm: tuple[Any, Tensor] | None = None
         self._evaluation = ExitStack()
         self.logs: LogExchange | None = None
         self._schedules = ExitStack()
+        self._own_backwards = OwnBackwards(self)
         self._post: PostValidation | None = None
 
     @override
@@ -145,7 +148,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
             batch, *rest = args or (None,)
             for applied in self.parallelized:
                 batch = applied.shard_batch(batch)
-            call = step
+            call = contexts.enter_context(self._own_backwards.around(step))
             for applied in reversed(self.parallelized):
                 call = partial(_called_by, applied, call)
             return call(*((batch, *rest) if args else ()), **kwargs)
@@ -169,17 +172,10 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
             last=not self._accumulating,
             keep_gradients=looks_at_gradients(trainer),
             start=self._start,
-            around_backward=self._backward_context,
+            around_backward=around_backward(self.precision_plugin),
             reseed=reseed,
             pending=None if self._post is None else self._post.pending,
         )
-
-    @property
-    def _backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
-        plugin = self.precision_plugin
-        if not isinstance(plugin, FiveDPrecision) or plugin.compute_dtype is None:
-            return None
-        return plugin.backward_context
 
     def _start(self, output: Any, share: float) -> tuple[Tensor, Tensor]:
         """Where the backward of a microbatch starts that a schedule runs."""
@@ -198,6 +194,11 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         # In half precision the factor, or the gradient it makes, could overflow.
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         return wide, torch.full_like(wide, factor)
+
+    def note_own_backward(self) -> None:
+        """Comes after a backward of the user's own that has added to gradients of weights."""
+        self._summed_up = False
+        self._window.note_own_backward()
 
     def _check_agreement(self, batch: Any, what: str, *indices: Any) -> None:
         """On the first batch of an epoch, ranks that must hold the same batch compare theirs."""
@@ -235,7 +236,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         # Inside out: what a data rank adds up is a summand of another axis's sum.
         for applied in reversed(self.parallelized):
             loss = applied.before_backward(loss)
-        precision.backward(loss, module, optimizer, *args, **kwargs)
+        with self._own_backwards.announced():
+            precision.backward(loss, module, optimizer, *args, **kwargs)
         for applied in reversed(self.parallelized):
             applied.after_backward()
         if module.automatic_optimization and self.logs is not None:
@@ -461,12 +463,12 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
 
     @override
     def on_predict_start(self) -> None:
-        self._enter_evaluation(uneven=self._uneven_prediction)
+        self._enter_evaluation(uneven=self.uneven_prediction)
 
     @override
     def on_predict_end(self) -> None:
         self._evaluation.close()
-        self._uneven_prediction = False
+        self.uneven_prediction = False
 
     def _enter_evaluation(self, uneven: bool = False) -> None:
         self.settle_step()

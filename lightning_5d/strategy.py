@@ -128,6 +128,7 @@ class FiveD(ParallelSteps):
         self._setup_module: nn.Module | None = None
         self._summaries: WholeSummaries | None = None
         self._asked: list[Parallelized] = []
+        self._watching = ExitStack()
 
     # Configuration: before processes exist
 
@@ -271,7 +272,7 @@ class FiveD(ParallelSteps):
     def process_dataloader(self, dataloader: object) -> object:
         predicting = self.connected_module.trainer.state.stage == RunningStage.PREDICTING
         loader, uneven = even_loader(dataloader, self.mesh, self.root_device, predicting=predicting)
-        self._uneven_prediction |= predicting and uneven
+        self.uneven_prediction |= predicting and uneven
         return loader
 
     # Setup of the module
@@ -299,6 +300,8 @@ class FiveD(ParallelSteps):
     def setup(self, trainer: pl.Trainer) -> None:
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
+        self._watching.close()
+        self._watching.enter_context(self._own_backwards.watched())
         fitting = trainer.state.fn == TrainerFn.FITTING
         module = self.connected_module
         if self._setup_module is not module:
@@ -390,6 +393,7 @@ class FiveD(ParallelSteps):
             self._post.drop()
         self._evaluation.close()
         self._schedules.close()
+        self._watching.close()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_5d.data_parallel import account
 from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.options import ShardOptions
+from lightning_5d.data_parallel.param import clear
 from lightning_5d.data_parallel.param_group import RecordingParamGroup
 from lightning_5d.data_parallel.parts import Owners
 from lightning_5d.data_parallel.peers import Peers
@@ -46,6 +47,11 @@ class Engine:
         Then ``grad`` is the mean over the data ranks, and None for parameters that no rank used. Before, in the middle
         of an accumulation window, gradients are not readable: they may be unreduced, on their way, or absent.
         """
+
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        """Around a backward after which `wait` completes the gradients, also in the middle of a window or outside of one."""
+        yield
 
     @contextmanager
     def schedule(self, parts: Sequence[Part], *, last: bool, backward: bool) -> Iterator[None]:
@@ -80,6 +86,10 @@ class Engine:
         """Around a loop that does not change parameters: stages 1 and 2, which hold all of them, gather them once."""
         yield
 
+    def full_parameters(self) -> Iterable[nn.Parameter]:
+        """What modules compute with in place of sharded parameters, also while it does not stand in them."""
+        return ()
+
     def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
         """See :meth:`lightning_5d.parallelism.Parallelized.memory`."""
         return ()
@@ -105,6 +115,16 @@ class ReplicatedEngine(Engine):
     def wait(self) -> None:
         if self._reducer is not None:
             self._reducer.finish()
+
+    @override
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        reducer = self._reducer_for(None)
+        before, reducer.synchronize = reducer.synchronize, True
+        try:
+            yield
+        finally:
+            reducer.synchronize = before
 
     @override
     @contextmanager
@@ -152,7 +172,13 @@ class ReplicatedEngine(Engine):
 
 
 class ShardedEngine(Engine):
-    """Stages 1 to 3 (and stage 0 in mixed precision) on FSDP2's parameter groups."""
+    """Stages 1 to 3 (and stage 0 in mixed precision) on FSDP2's parameter groups.
+
+    Attributes:
+        groups: The groups.
+        shown: Gradients of shards on full parameters.
+        keeps_pinned: Whether parameters that `hold_through_backward` has kept whole stay so, whatever is freed.
+    """
 
     def __init__(
         self,
@@ -182,7 +208,7 @@ class ShardedEngine(Engine):
                 known += groups
         self._last = self._complete = True
         self._depth = 0
-        self._held = False
+        self._held = self.keeps_pinned = False
         self.shown = ShownGradients(self.groups, scalars)
         for state in self._states[1:]:
             # A block that is called before the root must not become a root of its own.
@@ -195,13 +221,17 @@ class ShardedEngine(Engine):
     @override
     def begin(self, last: bool = True) -> None:
         self._initialize()
-        stage = self.options.stage
         if self._exchange is not None:
             self._exchange.reuse = False
             self._exchange.settle()
         if self._complete:
             self._reshard()  # a forward without backward may have left parameters that are stale by now
-        self._last, self._complete, self._depth = last, False, 0
+        self._complete, self._depth = False, 0
+        self._expect(last)
+
+    def _expect(self, last: bool) -> None:
+        """Says whether the next backward completes the gradients."""
+        self._last, stage = last, self.options.stage
         for group in self.groups:
             group.reduce_grads = last or stage >= 2
             group.reshard_after_backward = last or stage == 3
@@ -221,6 +251,18 @@ class ShardedEngine(Engine):
             group.forget_unused(used_somewhere)
         self.reshard()
         self._complete = True
+
+    @override
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        self._initialize()
+        last, complete = self._last, self._complete
+        self._expect(True)
+        try:
+            yield
+        finally:
+            self._expect(last)
+            self._complete = complete
 
     @override
     @contextmanager
@@ -258,6 +300,13 @@ class ShardedEngine(Engine):
             exchange.reuse = False
 
     @override
+    def full_parameters(self) -> Iterable[nn.Parameter]:
+        for group in self.groups:
+            yield from group.full_parameters()
+        if self._scalars is not None:
+            yield from self._scalars.plain
+
+    @override
     def memory(self) -> Iterable[tuple[str, torch.Tensor]]:
         for group in self.groups:
             yield from account.of_group(group)
@@ -293,10 +342,21 @@ class ShardedEngine(Engine):
         """Whether parameters that a backward uses stay whole until `wait`: it may itself be differentiated.
 
         A gradient penalty is such a backward, inside the step: the step's own backward then goes through products with
-        the same full parameters, in whatever order.
+        the same full parameters, in whatever order. With `keeps_pinned` another backward in between leaves them whole, too.
         """
         for group in self.groups:
             group.holding = hold
+
+    def clear_gradients(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of shards, and what is to be added to them, while full parameters stand in the module."""
+        for group in self.groups:
+            group.clear_gradients(set_to_none)
+        if self._scalars is not None:
+            self._scalars.drop_gradients()
+        for sharded in () if self._scalars is None else self._scalars.sharded:
+            clear(sharded, set_to_none)
+        for peers, _ in self._groups_of:
+            peers.pending.forget()
 
     def mirror_requires_grad(self) -> None:
         """Gives full parameters that exist the `requires_grad` of their sharded ones, outside the usual gather."""
@@ -380,6 +440,8 @@ class ShardedEngine(Engine):
             return
         for group in self.groups:
             group.discard_arrival()  # gathered ahead, before what is about to change
+            if self.keeps_pinned and group.pinned:
+                continue
             group.pinned = False
             group._to_sharded()
         if self._scalars is not None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_5d.data_parallel.changes import copy_changes
+from lightning_5d.gradients import values_of
 
 
 def places_of_shards(param: FSDPParam, ranks: int) -> Sequence[torch.Tensor]:
@@ -137,6 +138,14 @@ def drop_gradient(param: FSDPParam) -> None:
     param.unsharded_accumulated_grad = None
     if hasattr(param, "_unsharded_param"):
         param._unsharded_param.grad = None
+
+
+def clear(parameter: torch.Tensor, set_to_none: bool) -> None:
+    """What a module's `zero_grad` does to a parameter."""
+    if set_to_none:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        values_of(parameter.grad).zero_()
 
 
 def deliver(params: Sequence[FSDPParam], result: torch.Tensor, shard_numels: Sequence[int]) -> None:

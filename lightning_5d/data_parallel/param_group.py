@@ -22,6 +22,7 @@ from lightning_5d.data_parallel.exchange import Exchange
 from lightning_5d.data_parallel.layout import Layout, cut_among_ranks
 from lightning_5d.data_parallel.param import (
     can_lend,
+    clear,
     deliver,
     drop_gradient,
     hand_over,
@@ -145,6 +146,15 @@ class RecordingParamGroup(FSDPParamGroup):
         for param in self.fsdp_params:
             drop_gradient(param)
 
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Clears the gradients of shards, and those that were not reduced."""
+        if set_to_none:
+            self.used.clear()
+            self.fresh.update(range(len(self.fsdp_params)))
+        for param in self.fsdp_params:
+            drop_gradient(param)
+            clear(param.sharded_param, set_to_none)
+
     @property
     def arriving(self) -> bool:
         """Whether a gather is under way."""
@@ -153,6 +163,10 @@ class RecordingParamGroup(FSDPParamGroup):
     def join_reductions(self, count: int) -> None:
         """Takes part, with zeros, in reductions that other ranks have started and this one has not."""
         self.reductions = 0
+
+    def full_parameters(self) -> list[nn.Parameter]:
+        """Those that have been whole by now."""
+        return [param._unsharded_param for param in self.fsdp_params if hasattr(param, "_unsharded_param")]
 
     def mirror_requires_grad(self) -> None:
         """Gives full parameters that exist the `requires_grad` of their sharded ones."""

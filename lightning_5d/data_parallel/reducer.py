@@ -164,8 +164,8 @@ class GradientReducer:
         """Completes the window: every used parameter's ``grad`` is the mean over the ranks when this returns."""
         if not self.synchronize or not self.params:  # a stage of a pipeline may have nothing to train
             return
-        if not self._hooked:
-            self.used = {number for number, param in enumerate(self.params) if param.grad is not None}
+        present = {number for number, param in enumerate(self.params) if param.grad is not None}
+        self.used = self.used & present if self._hooked else present  # what a user has cleared since is used by nobody
         self._complete()
 
     def _complete(self) -> None:

@@ -231,6 +231,10 @@ class PendingReductions:
     def drop(self) -> None:
         """From now to the end of `finish` results are of no use. They are taken in all the same, as exchanges must be."""
         self._useless = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Results of what is under way now are of no use; it is taken in all the same."""
         for reduction in self._queue:
             reduction.drop()
 

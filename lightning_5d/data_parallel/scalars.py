@@ -21,7 +21,7 @@ class ScalarParams:
     def __init__(self, module: nn.Module, params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self._places: list[list[tuple[nn.Module, str]]] = []
         self.sharded: list[nn.Parameter] = []
-        self._plain: list[nn.Parameter] = []
+        self.plain: list[nn.Parameter] = []
         for param in params:
             places = [
                 (owner, name)
@@ -36,7 +36,7 @@ class ScalarParams:
             replicated = DTensor.from_local(local, over, [Replicate()] * over.ndim, run_check=False)
             self._places.append(places)
             self.sharded.append(nn.Parameter(replicated, requires_grad=param.requires_grad))
-            self._plain.append(nn.Parameter(local, requires_grad=param.requires_grad))
+            self.plain.append(nn.Parameter(local, requires_grad=param.requires_grad))
         self._computing = True
         self.to_sharded()
 
@@ -54,26 +54,26 @@ class ScalarParams:
             param = owner._parameters[name]
             if param is not None and param is not self.sharded[index]:
                 self.sharded[index] = param  # replaced, as to_empty() and load_state_dict(assign=True) do
-            plain, sharded = self._plain[index], self.sharded[index]
+            plain, sharded = self.plain[index], self.sharded[index]
             local = sharded.data.to_local()  # type: ignore[attr-defined]
             if plain.device != local.device:  # it was on the meta device
-                plain = self._plain[index] = nn.Parameter(local)
+                plain = self.plain[index] = nn.Parameter(local)
             plain.data = local
             plain.requires_grad_(sharded.requires_grad)
-        self._register(self._plain)
+        self._register(self.plain)
         self._computing = True
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Each plain parameter with its DTensor, while the module has the plain ones; else nothing."""
-        return list(zip(self._plain, self.sharded, strict=True)) if self._computing else []
+        return list(zip(self.plain, self.sharded, strict=True)) if self._computing else []
 
     def used(self) -> list[bool]:
         """Which parameters have a gradient that was not reduced yet."""
-        return [plain.grad is not None for plain in self._plain]
+        return [plain.grad is not None for plain in self.plain]
 
     def drop_gradients(self) -> None:
         """Forgets gradients that were not reduced."""
-        for plain in self._plain:
+        for plain in self.plain:
             plain.grad = None
 
     @torch.no_grad()
@@ -82,15 +82,15 @@ class ScalarParams:
         chosen = [index for index, is_used in enumerate(used) if is_used]
         if not chosen:
             return
-        grads = [self._plain[index].grad for index in chosen]
-        device = self._plain[chosen[0]].device
+        grads = [self.plain[index].grad for index in chosen]
+        device = self.plain[chosen[0]].device
         flat = torch.tensor([0.0 if grad is None else grad.item() for grad in grads], dtype=torch.float64)
         flat = flat.to(device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
         for axis in axes:
             dist.all_reduce(flat, group=axis.get_group())
             flat /= axis.size()
         for index, mean in zip(chosen, flat, strict=True):
-            self._plain[index].grad = None
+            self.plain[index].grad = None
             sharded = self.sharded[index]
             local = mean.to(sharded.dtype).clone()
             if sharded.grad is None:

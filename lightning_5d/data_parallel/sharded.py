@@ -50,7 +50,7 @@ class ShardedData(Parallelized):
         self._root: FSDPState | None = state_of(module) if isinstance(module, FSDPModule) else None
         self._in_step = False
         self._open = False
-        self._scheduled = False
+        self._scheduled = self._own_backward = False
         # Other parameters are gathered when their module is called; those the root holds itself are just read.
         self._root_holds_parameters = any(True for _ in module.parameters(recurse=False))
         self._by_hand = not getattr(module, "automatic_optimization", True)
@@ -72,16 +72,19 @@ class ShardedData(Parallelized):
         args, kwargs = self._enter(args, kwargs)
         self._in_step = True
         self._hold(True)
+        self._keep(True)
         try:
             # Checked with torch 2.13: FSDP2 keeps the handles of the two hooks it registers on a module in its state.
             root = self._root
-            with hooks_aside([(self._module, {root._pre_forward_hook_handle.id, root._post_forward_hook_handle.id})]):
+            hooks = self._module, {root._pre_forward_hook_handle.id, root._post_forward_hook_handle.id}
+            with hooks_aside([hooks]), _clearing(self._module, self.engine):
                 output = step(*args, **kwargs)
             if self._open:
                 output = self._leave(output)
         finally:
             self._in_step = False
             self._hold(False)
+            self._keep(False)
             self._take_gradients(hide=True)
         if self._by_hand and torch.is_grad_enabled():
             self._reshard()  # hooks, and a checkpoint they save, see the sharded weights; no backward follows
@@ -108,6 +111,21 @@ class ShardedData(Parallelized):
         self._reopen()
 
     @override
+    def standing_in(self) -> Iterable[Tensor]:
+        return self.engine.full_parameters()
+
+    @contextmanager
+    @override
+    def own_backward(self) -> Iterator[None]:
+        # What of the step follows is again a forward of the root, whatever it uses.
+        before, self._own_backward = self._own_backward, not self._by_hand
+        try:
+            with self.engine.completing():
+                yield
+        finally:
+            self._own_backward = before
+
+    @override
     def finalize_gradients(self) -> None:
         self._take_gradients(hide=False)
 
@@ -116,7 +134,9 @@ class ShardedData(Parallelized):
         self._take_gradients(hide=True)
         if self._in_step:
             self._open = False
+            self._keep(False)
             self._reshard()
+            self._keep(True)
 
     @override
     def after_optimizer_step(self) -> None:
@@ -178,12 +198,16 @@ class ShardedData(Parallelized):
         if isinstance(self.engine, ShardedEngine):
             self.engine.hold_through_backward(hold)
 
+    def _keep(self, keep: bool) -> None:
+        if isinstance(self.engine, ShardedEngine):
+            self.engine.keeps_pinned = keep
+
     def _reshard(self) -> None:
         if isinstance(self.engine, ShardedEngine):
             self.engine.reshard()
 
     def _reopen(self) -> None:
-        if self._in_step and not self._open and self._root_holds_parameters:
+        if self._in_step and not self._open and (self._root_holds_parameters or self._own_backward):
             self._enter((), {})
             if isinstance(self.engine, ShardedEngine):
                 self.engine.shown.show()
@@ -195,6 +219,26 @@ class ShardedData(Parallelized):
     def _leave(self, output: Any) -> Any:
         self._open = False
         return output if self._root is None else self._root._post_forward(self._module, (), output)
+
+
+@contextmanager
+def _clearing(module: nn.Module, engine: Engine) -> Iterator[None]:
+    """Lets the module's `zero_grad`, which finds full parameters in a step, reach the gradients of shards."""
+    original = module.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        original(set_to_none)
+        if isinstance(engine, ShardedEngine):
+            engine.clear_gradients(set_to_none)
+
+    before = module.__dict__.get("zero_grad")
+    module.__dict__["zero_grad"] = zero_grad
+    try:
+        yield
+    finally:
+        del module.__dict__["zero_grad"]
+        if before is not None:
+            module.__dict__["zero_grad"] = before
 
 
 def _mirror_toggling(module: nn.Module, engine: Engine) -> None:
