@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -86,7 +87,8 @@ def _use(trainer: L.Trainer, module: L.LightningModule) -> None:
     _fit(trainer, module)
     assert trainer.global_step == 4
     _validate(trainer, module)
-    trainer.save_checkpoint("all.ckpt")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save_checkpoint(Path(folder) / "all.ckpt")
     assert isinstance(trainer.strategy, FiveD)
     trainer.strategy.full_state_dict()
     module.state_dict()
