@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_5d.expert_parallel.exchange import Routes, TokenExchange
 from lightning_5d.expert_parallel.permutation import Empty, gather_rows, sort_choices, weighted_sum
+from lightning_5d.first_derivatives import of_spread_experts
 from lightning_5d.hidden_operations import hidden_operations
 from lightning_5d.tensor_parallel.axis import Arriving
 
@@ -76,6 +78,8 @@ def through_experts(
     exchange: TokenExchange | None = None,
     kept_NK: Tensor | None = None,
     layer: int = 0,
+    meanwhile: Callable[[], None] | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Tensor:
     """The weighted sum of what each token's experts make of it, as (N, D).
 
@@ -91,11 +95,17 @@ def through_experts(
         exchange: The ranks that hold the experts, E / M of them in order; ``None`` if this one holds all.
         kept_NK: Choices that are not left out.
         layer: The number of the layer, which is the same on all ranks of `exchange`.
+        meanwhile: Called once, while tokens travel.
+        around: Makes contexts for all that is not `meanwhile`.
     """
-    way = Way(hidden_ND, index_NK, experts, exchange, kept_NK, layer)
-    way.start_dispatch()
-    way.start_return(compute(way.arrived(), way.counts_M))
-    return way.finish(weights_NK)
+    with around():
+        way = Way(hidden_ND, index_NK, experts, exchange, kept_NK, layer)
+        way.start_dispatch()
+    if meanwhile is not None:
+        meanwhile()
+    with around():
+        way.start_return(compute(way.arrived(), way.counts_M))
+        return way.finish(weights_NK)
 
 
 class Way:
@@ -236,14 +246,10 @@ class _Start(torch.autograd.Function):
         ctx.crossing = crossing
         return crossing.start(rows, gradients=False)
 
+    # What arrives has no graph: second derivatives would be those of a part of the layer.
     @staticmethod
+    @of_spread_experts
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            # What arrives has no graph: second derivatives would be those of a part of the layer.
-            raise RuntimeError(
-                "A backward with create_graph=True came to experts on other ranks, which have no second derivatives. Compute them without"
-                " ExpertParallel."
-            )
         return ctx.crossing.wait(), None
 
 

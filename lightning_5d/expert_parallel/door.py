@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from lightning_5d.expert_parallel.dispatch import Capacity, Way, is_of_somebody, kept_by_capacity, through_experts
+from lightning_5d.expert_parallel.dispatch import Capacity, is_of_somebody, kept_by_capacity, through_experts
 from lightning_5d.expert_parallel.exchange import TokenExchange
 from lightning_5d.expert_parallel.experts import compute_experts
 from lightning_5d.expert_parallel.found import Compute, FoundExperts
@@ -187,17 +187,11 @@ class ExpertDoor(AroundForward):
                 if not bool(chosen.all()):
                     kept = chosen if kept is None else kept & chosen
                     index = index.clamp(0, count - 1)
-        if self._whole is not None:
-            with self._swapped(self._whole):
-                return through_experts(hidden, index, weights, count, compute, None, kept)
-        with self._naming():
-            way = Way(hidden, index, count, self._exchange, kept, self._number)
-            way.start_dispatch()
-        if meanwhile is not None:
-            meanwhile()
-        with self._naming():
-            way.start_return(compute(way.arrived(), way.counts_M))
-            return way.finish(weights)
+        exchange = self._exchange if self._whole is None else None
+        with self._swapped():
+            return through_experts(
+                hidden, index, weights, count, compute, exchange, kept, self._number, meanwhile, self._naming
+            )
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -247,9 +241,12 @@ class ExpertDoor(AroundForward):
             self._whole = None
 
     @contextmanager
-    def _swapped(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
+    def _swapped(self) -> Iterator[None]:
+        if self._whole is None:
+            yield
+            return
         own = dict(self.module._parameters)
-        for key, tensor in whole.items():
+        for key, tensor in self._whole.items():
             present = own[key]
             dtype = tensor.dtype if present is None else present.dtype
             self.module._parameters[key] = torch.nn.Parameter(tensor.to(dtype), requires_grad=False)

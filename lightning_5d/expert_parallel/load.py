@@ -35,9 +35,7 @@ def choices_per_expert(index_NK: Tensor, experts: int, counted: Tensor | None = 
     ones = is_of_somebody(chosen, experts)
     if counted is not None:
         ones &= (counted if counted.ndim == index_NK.ndim else counted.unsqueeze(-1)).expand_as(index_NK).flatten()
-    if chosen.device.type == "cpu":
-        return torch.bincount(chosen[ones], minlength=experts)
-    # On a device `bincount` looks at its input before it makes its result.
+    # Not `bincount`, which on a device looks at its input before it makes its result, and is no faster on the CPU.
     counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add_(0, chosen.clamp(0, experts - 1), ones.long())
 

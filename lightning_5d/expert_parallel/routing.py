@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_5d.expert_parallel.config import MoEConfig
 from lightning_5d.expert_parallel.counted import Counted
+from lightning_5d.expert_parallel.load import choices_per_expert
 from lightning_5d.hidden_operations import hidden_operations
 from lightning_5d.repeated_runs import is_repeated
 
@@ -101,7 +102,7 @@ class TopKRouter(nn.Module):
                 weights_NK = weights_NK * config.scale
         if self.training and not is_repeated():
             with uncounted():
-                self.load += load_of(index_NK, real_N, config.experts)
+                self.load += choices_per_expert(index_NK, config.experts, real_N)
         return Routed(index_NK, weights_NK, logits_NE, scores_NE, real_N)
 
     def extra_repr(self) -> str:
@@ -139,14 +140,6 @@ def choose(scores_NE: Tensor, bias_E: Tensor | None, top_k: int, groups: int = 1
         open_NG = torch.zeros_like(worth_NG, dtype=torch.bool).scatter(-1, best_NG, True)
         scores_NE = scores_NGe.masked_fill(~open_NG[..., None], float("-inf")).flatten(-2)
     return scores_NE.topk(top_k, dim=-1).indices
-
-
-@torch.no_grad()
-def load_of(index_NK: Tensor, real_N: Tensor | None, experts: int) -> Tensor:
-    """How often tokens have chosen each expert, (E,)."""
-    counted_N = torch.ones_like(index_NK[:, 0]) if real_N is None else real_N.to(index_NK.dtype)
-    counts_E = torch.zeros(experts, dtype=index_NK.dtype, device=index_NK.device)
-    return counts_E.scatter_add_(0, index_NK.flatten(), counted_N[:, None].expand_as(index_NK).flatten())
 
 
 def uncounted() -> AbstractContextManager[None]:

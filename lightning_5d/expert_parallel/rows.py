@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_5d.first_derivatives import of_tensor_axis
 from lightning_5d.parallelism import Problem
 from lightning_5d.tensor_parallel.axis import Arriving, TensorAxis
 from lightning_5d.tensor_parallel.layout import TensorLayout
 from lightning_5d.tensor_parallel.pieces import Pieces
-from lightning_5d.tensor_parallel.regions import first_derivatives, leave
+from lightning_5d.tensor_parallel.regions import leave
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """``(hidden_nD, index_nK, weights_nK, kept_nK) -> (n, D)``: what experts make of rows."""
@@ -165,7 +166,7 @@ class _Take(torch.autograd.Function):
         return _Take.taken(hidden, weights, pieces)
 
     @staticmethod
-    @first_derivatives
+    @of_tensor_axis
     @override
     def backward(ctx: Any, of_hidden: Tensor, of_weights: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         pieces: Pieces = ctx.pieces
@@ -191,7 +192,7 @@ class _Join(torch.autograd.Function):
         return joined if len(joined) == pieces.whole else joined[: pieces.whole].clone()
 
     @staticmethod
-    @first_derivatives
+    @of_tensor_axis
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return own(grad, ctx.pieces), None
@@ -211,7 +212,7 @@ class _Share(torch.autograd.Function):
         return hidden.view_as(hidden), weights.view_as(weights)
 
     @staticmethod
-    @first_derivatives
+    @of_tensor_axis
     @override
     def backward(ctx: Any, of_hidden: Tensor, of_weights: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         return *_both(ctx.axis.start_sum, ctx, of_hidden, of_weights), None
@@ -233,7 +234,7 @@ class _Gather(torch.autograd.Function):
         return _Gather.taken(hidden, weights, pieces)
 
     @staticmethod
-    @first_derivatives
+    @of_tensor_axis
     @override
     def backward(ctx: Any, of_hidden: Tensor, of_weights: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         return *_both(ctx.pieces.start_scatter_sum, ctx, of_hidden, of_weights), None

@@ -19,13 +19,13 @@ sum of its own piece, and backward the other way round (Korthikanti et al., "Red
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_5d.first_derivatives import of_tensor_axis
 from lightning_5d.model_flops import counted_with_backward
 from lightning_5d.pipeline_parallel.deferred_weights import DeferredWeights
 from lightning_5d.pipeline_parallel.weight_products import Product, TransposedProduct
@@ -204,22 +204,6 @@ def joined_from(x: Tensor) -> tuple[Tensor, Pieces] | None:
     return None
 
 
-def first_derivatives(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that says so where second derivatives are asked for."""
-
-    # torch's `once_differentiable` would not do: it lets a backward pass to which no gradient comes, as an entry's.
-    @functools.wraps(backward)
-    def refusing(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "A backward with create_graph=True came to layers on the tensor axis, which have no second derivatives. Compute them"
-                " without TensorParallel."
-            )
-        return backward(ctx, *grads)
-
-    return refusing
-
-
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -230,7 +214,7 @@ class _Enter(torch.autograd.Function):
         return x.detach() if pieces is None else pieces.join(x)
 
     @staticmethod
-    @first_derivatives
+    @of_tensor_axis
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         entry: Entry = ctx.entry
         shares = entry.take()
@@ -256,7 +240,7 @@ class _Column(torch.autograd.Function):
         return layer.product.forward(x, weight, bias)
 
     @staticmethod
-    @first_derivatives
+    @of_tensor_axis
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: Linear = ctx.layer
         x, weight = ctx.saved_tensors
@@ -288,7 +272,7 @@ class _Row(torch.autograd.Function):
         return out if bias is None else out.add_(bias)
 
     @staticmethod
-    @first_derivatives
+    @of_tensor_axis
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: Linear = ctx.layer
         x, weight = ctx.saved_tensors
@@ -308,7 +292,7 @@ class _Leave(torch.autograd.Function):
         return axis.sum(partial) if pieces is None else pieces.start_scatter_sum(partial).wait()
 
     @staticmethod
-    @first_derivatives
+    @of_tensor_axis
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad if ctx.pieces is None else ctx.pieces.join(grad), None, None
 
@@ -320,7 +304,7 @@ class _Take(torch.autograd.Function):
         return pieces.take(whole)
 
     @staticmethod
-    @first_derivatives
+    @of_tensor_axis
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.pieces.join(grad), None
 
@@ -335,7 +319,7 @@ class _Join(torch.autograd.Function):
         return joined
 
     @staticmethod
-    @first_derivatives
+    @of_tensor_axis
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.pieces.take(grad), None
 
@@ -356,7 +340,7 @@ class _JoinedColumn(torch.autograd.Function):
         return layer.product.forward(whole, weight, bias)
 
     @staticmethod
-    @first_derivatives
+    @of_tensor_axis
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         whole, weight = ctx.saved_tensors
         of_piece, _, of_weight, of_bias, *_ = ctx.needs_input_grad
