@@ -187,7 +187,8 @@ class SpreadExperts(Parallelized):
         yield
 
     @override
-    def after_optimizer_step(self) -> None:
+    def before_optimizer_step(self) -> None:
+        # Of a step that is left out nobody hears here, nor does what starts loads anew.
         self._stepped = True
 
     def _refresh(self) -> None:
