@@ -11,8 +11,6 @@ from lightning_5d.saved_activations import Meter
 def is_repeated() -> bool:
     """Whether backward runs this again, or recomputation measures it before its first run; what counts tokens then counts none."""
     if torch.compiler.is_compiling():
-        return False  # what is compiled decides for itself what it computes again
-    if torch.compiler.is_compiling():
         return False  # what is compiled decides for itself what it computes again, and writes once
     # Private names; checked with torch 2.13.
     return torch._C._current_graph_task_id() != -1 or any(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, get_args
 
@@ -136,11 +136,15 @@ class ExpertParallel(Parallelism):
 
     @override
     def surveyed(self, module: nn.Module, plan: ParallelPlan) -> Parallelism:
-        from lightning_5d.expert_parallel.survey import found_experts
+        from lightning_5d.expert_parallel.survey import first_names, found_experts
 
         settings = {setting.name: getattr(self, setting.name) for setting in dataclasses.fields(self)}
-        work = self.has_work(module)
-        return _Surveyed(**settings, layers=tuple(found_experts(module)), is_at_work=work)
+        found = found_experts(module)
+        # Only how they look: what a pipeline takes away from a rank must not stay in its memory for the sake of a name.
+        layers = tuple(each.without_values() for each in found)
+        return _Surveyed(
+            **settings, layers=layers, first_names=first_names(module, found), is_at_work=self.has_work(module)
+        )
 
     def parallelize(self, module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, dtypes: Dtypes) -> Parallelized:
         """Leaves on this rank its own experts."""
@@ -149,9 +153,16 @@ class ExpertParallel(Parallelism):
 
 @dataclass(frozen=True)
 class _Surveyed(ExpertParallel):
-    """The plugin that has seen the whole module, before a pipeline has taken parts of it away."""
+    """The plugin that has seen the whole module, before a pipeline has taken parts of it away.
+
+    Attributes:
+        layers: Its experts, without their weights' values.
+        first_names: The names in `layers` of those that have several, by each of their names.
+        is_at_work: Whether there is anything to do.
+    """
 
     layers: tuple[FoundExperts, ...] = dataclasses.field(kw_only=True)
+    first_names: Mapping[str, str] = dataclasses.field(kw_only=True)
     is_at_work: bool = dataclasses.field(kw_only=True)
 
     @override
@@ -160,7 +171,7 @@ class _Surveyed(ExpertParallel):
 
         if not self.is_at_work:
             return Parallelized()
-        return SpreadExperts(module, self, mesh, self.layers)
+        return SpreadExperts(module, self, mesh, self.layers, self.first_names)
 
 
 def _is_count(value: object) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -37,3 +38,11 @@ class FoundExperts:
     tensor_dims: Mapping[str, int] = field(default_factory=dict)
     halves: frozenset[str] = frozenset()
     may_draw: bool = False
+
+    def without_values(self) -> Self:
+        """The same of a module that has nothing but the stacked weights, on the meta device."""
+        twin = nn.Module()
+        for key in self.stacked:
+            weight: nn.Parameter = getattr(self.module, key)
+            twin.register_parameter(key, nn.Parameter(weight.detach().to("meta"), weight.requires_grad))
+        return replace(self, module=twin)

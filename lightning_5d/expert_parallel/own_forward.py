@@ -68,7 +68,7 @@ def compute(module: nn.Module, rows_SD: Tensor, counts_M: Tensor) -> Tensor:
     with _counting(module, count):
         # Not `module.forward`, which sends tokens to other ranks while an axis is at work.
         out: Tensor = type(module).forward(module, rows_SD, index_S[:, None], rows_SD.new_ones(len(rows_SD), 1))
-    return out if len(rows_SD) else _TakesPart.apply(out, rows_SD, *module.parameters())  # type: ignore[no-untyped-call]
+    return _taking_part(out, module, rows_SD)
 
 
 def disagreement(found: FoundExperts) -> Problem | None:
@@ -196,6 +196,14 @@ class _Computing(nn.Module):
         return self.compute(self.module, rows, counts)
 
 
+def _taking_part(out_SD: Tensor, module: nn.Module, rows_SD: Tensor) -> Tensor:
+    """What has been made of rows; of none, with the graph that it may lack: other ranks wait for gradients of these."""
+    if len(rows_SD):
+        return out_SD
+    taking: Tensor = _TakesPart.apply(out_SD, rows_SD, *module.parameters())  # type: ignore[no-untyped-call]
+    return taking
+
+
 class _TakesPart(torch.autograd.Function):
     """Its first argument; the others get zeros as gradients, so that whoever waits for them gets something."""
 
@@ -213,7 +221,7 @@ class _TakesPart(torch.autograd.Function):
 
 def _by_method(module: nn.Module, rows_SD: Tensor, counts_M: Tensor) -> Tensor:
     out: Tensor = module.compute_sorted(rows_SD, counts_M)  # type: ignore[operator]
-    return out
+    return _taking_part(out, module, rows_SD)
 
 
 @contextmanager

@@ -166,6 +166,10 @@ class _WeightedSum(torch.autograd.Function):
         rows, weights = ctx.saved_tensors
         permutation: Permutation = ctx.permutation
         of_rows, of_weights = ctx.needs_input_grad[:2]
+        if of_rows and ctx.crossing is not None:
+            # Of a backward towards some weights only (`torch.autograd.grad`), that may end here: nobody would read what sets out.
+            # Private; checked with torch 2.13.
+            of_rows = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         grad = grad.to(ctx.dtype).contiguous()
         size, total = grad.shape[1], len(permutation.token_S)
         length = max(1, (_PIECE if grad.device.type == "cpu" else _PIECE_ON_DEVICE) // max(size, 1))

@@ -46,17 +46,23 @@ class SpreadExperts(Parallelized):
         plugin: The settings.
         mesh: The ranks by axis.
         layers: The experts of the whole module, also those of other stages.
+        first_names: Their names there, by every name that they have: of layers that share experts, a stage may have only later ones.
 
     Attributes:
         loads: The tokens that come to each layer's experts.
     """
 
     def __init__(
-        self, module: nn.Module, plugin: ExpertParallel, mesh: ParallelMesh, layers: Sequence[FoundExperts]
+        self,
+        module: nn.Module,
+        plugin: ExpertParallel,
+        mesh: ParallelMesh,
+        layers: Sequence[FoundExperts],
+        first_names: Mapping[str, str],
     ) -> None:
         self.loads = ExpertLoads.of(layers)
         self._module, self._plugin, self._mesh, self._layers = module, plugin, mesh, layers
-        self._here = found_experts(module)
+        self._here, self._first_names = found_experts(module), first_names
         self._view: ExpertView | None = None
         self._weights: ExpertWeights | None = None
         self._exchange: TokenExchange | None = None
@@ -91,15 +97,16 @@ class SpreadExperts(Parallelized):
         axis = self._tensor_axis(axes)
         numbers = {layer.name: number for number, layer in enumerate(self._layers)}
         for layer in self._here:
+            first = self._first_names[layer.name]
             door = ExpertDoor(
                 layer,
                 self._ranks,
-                self.loads[layer.name],
+                self.loads[first],
                 self._exchange,
                 axis,
                 has_parts=self._plugin.tensor > 1,
                 capacity=self._plugin.capacity,
-                number=numbers[layer.name],
+                number=numbers[first],
             )
             self._doors.append(door)
         if self._exchange is not None:
@@ -180,7 +187,8 @@ class SpreadExperts(Parallelized):
         yield
 
     @override
-    def after_optimizer_step(self) -> None:
+    def before_optimizer_step(self) -> None:
+        # Of a step that is left out nobody hears here, nor does what starts loads anew.
         self._stepped = True
 
     def _refresh(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -32,6 +32,13 @@ _TOP_K = (
 def found_experts(root: nn.Module) -> list[FoundExperts]:
     """All submodules that hold the experts of a layer and can be spread, in the order of the module's."""
     return [each for each in _surveyed(root) if isinstance(each, FoundExperts)]
+
+
+def first_names(root: nn.Module, found: Iterable[FoundExperts]) -> dict[str, str]:
+    """The name of each of these experts, by every name that it has in a module: layers may share them."""
+    names = {id(each.module): each.name for each in found}
+    every = root.named_modules(remove_duplicate=False)
+    return {name: names[id(module)] for name, module in every if id(module) in names}
 
 
 def near_misses(root: nn.Module) -> list[Problem]:

@@ -282,7 +282,15 @@ class Forgetful(LanguageModel):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(("kind", "warned"), [(Forgetful, 1), (LanguageModel, 0)])
+class Hesitant(LanguageModel):
+    """Leaves its first step out."""
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.trainer.strategy.skipped_steps.total == 0:
+            self.trainer.strategy.skip_step("the first one")
+
+
+@pytest.mark.parametrize(("kind", "warned"), [(Forgetful, 1), (LanguageModel, 0), (Hesitant, 0)])
 def test_biases_that_nothing_moves_are_told_of_once(kind, warned, recwarn):
     module = kind(DecoderConfig.preset("tiny", moe=CONFIG))
     trainer = quiet(strategy=FiveD(), devices=1, max_steps=3)

@@ -297,6 +297,33 @@ def test_a_router_is_trained_alone(ranks: RankPool, kind: str) -> None:
     ranks(2, _only_weights, kind)
 
 
+def _only_asked(rank: int, kind: str) -> None:
+    """Several gradients of one graph, of which some are those of a router alone."""
+    exchange = open_kind(kind)
+    tokens = batch(9, "spread")
+    whole = expected(tokens)
+    own = tokens.part([6, 3], rank)
+    mine = [w.detach().chunk(2)[rank].requires_grad_() for w in matrices()]
+    out = through_experts(own.hidden, own.index, own.weights, EXPERTS, experts_of(*mine), exchange)
+    loss, held = (out * own.of_out).sum(), []
+    for _ in range(3):
+        sent = exchange.traffic.calls["all_to_all"]
+        (of_weights,) = torch.autograd.grad(loss, own.weights, retain_graph=True)
+        torch.testing.assert_close(of_weights, whole["weights"].split([6, 3])[rank])
+        assert exchange.traffic.calls["all_to_all"] == sent
+        (of_hidden,) = torch.autograd.grad(loss, own.hidden, retain_graph=True)
+        torch.testing.assert_close(of_hidden, whole["hidden"].split([6, 3])[rank])
+        assert exchange.traffic.calls["all_to_all"] == sent + 2
+        held.append(sum(tensor.nbytes for tensor in exchange.memory()))
+    assert len(set(held[1:])) == 1
+    exchange.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_a_router_alone_send_nothing(ranks: RankPool, kind: str) -> None:
+    ranks(2, _only_asked, kind)
+
+
 def _seconds(rank: int, kind: str) -> None:
     exchange = open_kind(kind)
     tokens = batch(9, "spread").part([6, 3], rank)

@@ -1,5 +1,7 @@
 """Layers with experts in stages of a pipeline: every schedule, with balance losses of all stages."""
 
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,18 +9,20 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_5d import ExpertParallel, FiveD, FiveDPrecision, LossScaling, PipelineParallel, ZeRO
 from lightning_5d.callbacks.expert_load import ExpertLoad
 from lightning_5d.feed_forward import Projection
+from lightning_5d.models import LanguageModel
 from lightning_5d.pipeline_parallel import SCHEDULES, make_schedule
 from lightning_5d.pipeline_parallel.table import write_schedule
 from tests.expert_parallel.in_stages import compare_settings, sparse
+from tests.expert_parallel.test_training import mixture
 from tests.ranks.pool import RankPool
-from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows
+from tests.tensor_parallel.parity import SEPARATE, Dealt, Rows, compare
 from tests.trainers import quiet
 
 MICROBATCHES = 4
@@ -42,6 +46,45 @@ def test_ranks_that_hold_a_stage_twice_count_together(ranks: RankPool, tmp_path:
     write_schedule(make_schedule("dualpipe", 2, MICROBATCHES), table)
     strategies = {"name": _strategy("dualpipe", ZeRO(stage=1)), "table": _strategy(str(table), ZeRO(stage=2))}
     compare_settings(ranks, 4, sparse(balance_scope="sequence"), strategies, microbatches=MICROBATCHES)
+
+
+def _sharing() -> LanguageModel:
+    module = mixture(balance=0.0, z=0.0)()
+    first, second = module.decoder.layers
+    second.mlp.experts = first.mlp.experts
+    return module
+
+
+def test_layers_in_two_stages_may_share_their_experts(ranks: RankPool) -> None:
+    compare(ranks, _sharing, PipelineParallel(2, microbatches=2), ExpertParallel(2), world=4)
+
+
+class _Kept(L.Callback):
+    """Which of some weights are still there while others train."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.weights = {name: weakref.ref(p) for name, p in module.named_parameters() if ".experts." in name}
+        self.found: list[str] = []
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        gc.collect()
+        self.found = [name for name, weight in self.weights.items() if weight() is not None]
+
+
+def _kept(rank: int, plugins: tuple[Any, ...]) -> list[str]:
+    module = mixture()()
+    kept = _Kept(module)
+    settings: dict[str, Any] = {"devices": 4, "max_steps": 1, "callbacks": [kept], "use_distributed_sampler": False}
+    trainer = quiet(strategy=FiveD(PipelineParallel(2, microbatches=2), *plugins), **settings)
+    trainer.fit(module, datamodule=Dealt(Rows(8, 6), 4))
+    return kept.found
+
+
+@pytest.mark.parametrize("plugins", [(ExpertParallel(2),), ()], ids=["spread", "whole"])
+def test_a_rank_keeps_nothing_of_experts_of_other_stages(ranks: RankPool, plugins: tuple[Any, ...]) -> None:
+    for rank, found in enumerate(ranks(4, _kept, plugins, **SEPARATE)):
+        other = f"decoder.layers.{1 - rank // 2}."
+        assert not [name for name in found if name.startswith(other)]
 
 
 class Unequal(Dealt):
