@@ -201,14 +201,14 @@ def even_loader(loader: Any, mesh: ParallelMesh, device: torch.device, *, predic
         return EvenLoader(loader, group, device, None), False
     if min(lengths) == 0 and (samples or any(lengths)):
         raise _no_batch(loader, lengths, samples, replicas)
-    if stream:
-        return EvenLoader(loader, group, device, min(lengths), stream=True), False
-    if len(set(lengths)) > 1:
+    uneven = len(set(lengths)) > 1
+    if uneven:
         rank_zero_warn(
             f"Data ranks have different numbers of batches: {lengths}. Each uses the first {min(lengths)}, as a rank that"
             " goes on alone would wait for the others for ever."
         )
-        return EvenLoader(loader, group, device, min(lengths)), False
+    if uneven or stream:
+        return EvenLoader(loader, group, device, min(lengths), stream=stream), False
     return loader, False
 
 

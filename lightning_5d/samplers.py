@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 from typing_extensions import override
 
 if TYPE_CHECKING:
@@ -59,7 +60,32 @@ class RowsOnce(DistributedSampler[Any]):
             tell(epoch)
 
 
-def evaluated_rows(rows: int, ranks: int, batch_size: int, drop_last: bool) -> int | None:
+class EvenBatches(BatchSampler):
+    """Equally many batches on every data rank, all of one size but the last: a rank that would have one less makes two of its last.
+
+    Args:
+        sampler: This rank's rows.
+        batch_size: At least 2, unless all ranks have as many rows.
+    """
+
+    def __init__(self, sampler: RowsOnce, batch_size: int) -> None:
+        super().__init__(sampler, batch_size, drop_last=False)
+        self._most = math.ceil(math.ceil(sampler.total_size / sampler.num_replicas) / batch_size)
+
+    def __len__(self) -> int:
+        return self._most
+
+    @override
+    def __iter__(self) -> Iterator[list[Any]]:
+        full = super().__len__()
+        for index, batch in enumerate(super().__iter__(), start=1):
+            if index == full < self._most:
+                yield batch[:-1]
+                batch = batch[-1:]
+            yield batch
+
+
+def evaluated_rows(rows: int, ranks: int, batch_size: int, *, drop_last: bool, even: bool) -> int | None:
     """How many rows data ranks evaluate in equally many batches with none of them twice, as many as one process does.
 
     Args:
@@ -67,14 +93,15 @@ def evaluated_rows(rows: int, ranks: int, batch_size: int, drop_last: bool) -> i
         ranks: Data ranks.
         batch_size: Of each rank.
         drop_last: Whether batches that are not full are left out.
+        even: Whether `EvenBatches` makes the batches.
 
     Returns:
-        The number; ``None`` if the last batch has fewer rows than there are ranks, so that some would be without a batch.
+        The number; ``None`` if some rank would have a batch less than others, as there are no more rows for it.
     """
     last = rows % (ranks * batch_size)
     if drop_last:
         return rows - last
-    return rows if last == 0 or last >= ranks else None
+    return rows if last == 0 or last >= ranks or (even and batch_size > 1 and rows >= ranks) else None
 
 
 class DealingConnector(_DataConnector):
@@ -89,6 +116,16 @@ class DealingConnector(_DataConnector):
     def __init__(self, before: _DataConnector) -> None:
         super().__init__(before.trainer)
         self.__dict__.update(vars(before))
+
+    @override
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        loader = super()._prepare_dataloader(dataloader, shuffle, mode)
+        if mode != RunningStage.PREDICTING and isinstance(loader, DataLoader):
+            sampler, batches = loader.sampler, loader.batch_sampler
+            if isinstance(sampler, RowsOnce) and type(batches) is BatchSampler and not batches.drop_last:
+                # Past `DataLoader.__setattr__`, which wants a new loader for it. This one was just made.
+                vars(loader)["batch_sampler"] = EvenBatches(sampler, batches.batch_size)
+        return loader
 
     @override
     def _resolve_sampler(
@@ -108,7 +145,7 @@ class DealingConnector(_DataConnector):
         if not isinstance(sampler, Sized) or not isinstance(size, int):
             return super()._resolve_sampler(dataloader, shuffle, mode)
         ranks, drop_last = place["num_replicas"], bool(getattr(batches, "drop_last", False))
-        rows = evaluated_rows(len(sampler), ranks, size, drop_last)
+        rows = evaluated_rows(len(sampler), ranks, size, drop_last=drop_last, even=type(batches) is BatchSampler)
         if rows is None:
             _warn_of_repeated(len(sampler), ranks, size)
             return super()._resolve_sampler(dataloader, shuffle, mode)
@@ -138,9 +175,8 @@ def _warn_of_repeated(rows: int, ranks: int, batch_size: int) -> None:
     if rows < ranks:  # refused anyway
         return
     last = rows % ranks
-    sizes = (size for size in range(1, rows + 1) if evaluated_rows(rows, ranks, size, False) is not None)
-    nearest = min(sizes, key=lambda size: abs(size - batch_size))
     rank_zero_warn(
         f"{rows} rows in batches of {batch_size} on each of {ranks} data ranks leave {last} for the last batch, so {ranks - last} of"
-        f" the first rows will count twice in this evaluation. With batch_size={nearest} each would count once."
+        f" the first rows will count twice in this evaluation. Each counts once in batches of 2 or more that torch's BatchSampler"
+        f" makes, or if there are {rows - last} or {rows + ranks - last} rows."
     )
