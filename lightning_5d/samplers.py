@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -65,12 +66,14 @@ class EvenBatches(BatchSampler):
 
     Args:
         sampler: This rank's rows.
-        batch_size: At least 2, unless all ranks have as many rows.
+        batch_size: At least 2, unless all ranks have as many batches anyway.
+        limit: The most batches that will be asked for, or their share. Where that leaves the last ones out, no batch is made two.
     """
 
-    def __init__(self, sampler: RowsOnce, batch_size: int) -> None:
+    def __init__(self, sampler: RowsOnce, batch_size: int, limit: float = 1.0) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
         self._most = math.ceil(math.ceil(sampler.total_size / sampler.num_replicas) / batch_size)
+        self._all = limit >= (self._most if isinstance(limit, int) else 1.0)
 
     def __len__(self) -> int:
         return self._most
@@ -79,7 +82,7 @@ class EvenBatches(BatchSampler):
     def __iter__(self) -> Iterator[list[Any]]:
         full = super().__len__()
         for index, batch in enumerate(super().__iter__(), start=1):
-            if index == full < self._most:
+            if index == full < self._most and self._all:
                 yield batch[:-1]
                 batch = batch[-1:]
             yield batch
@@ -120,11 +123,21 @@ class DealingConnector(_DataConnector):
     @override
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         loader = super()._prepare_dataloader(dataloader, shuffle, mode)
-        if mode != RunningStage.PREDICTING and isinstance(loader, DataLoader):
-            sampler, batches = loader.sampler, loader.batch_sampler
-            if isinstance(sampler, RowsOnce) and type(batches) is BatchSampler and not batches.drop_last:
-                # Past `DataLoader.__setattr__`, which wants a new loader for it. This one was just made.
-                vars(loader)["batch_sampler"] = EvenBatches(sampler, batches.batch_size)
+        batches = getattr(loader, "batch_sampler", None)
+        noting = batches if isinstance(batches, _IndexBatchSamplerWrapper) else None  # which rows are predicted
+        if noting is not None:
+            batches = noting._batch_sampler
+        if type(batches) is not BatchSampler or not isinstance(batches.sampler, RowsOnce) or batches.drop_last:
+            return loader
+        sampler, size = batches.sampler, batches.batch_size
+        if evaluated_rows(sampler.total_size, sampler.num_replicas, size, drop_last=False, even=True) is None:
+            return loader
+        even = EvenBatches(sampler, size, getattr(self.trainer, f"limit_{mode.dataloader_prefix}_batches"))
+        if noting is not None:
+            noting._batch_sampler = even
+        else:
+            # Past `DataLoader.__setattr__`, which wants a new loader for it. This one was just made.
+            vars(loader)["batch_sampler"] = even
         return loader
 
     @override

@@ -52,6 +52,13 @@ def test_evaluation_has_equally_many_batches_on_all_ranks_and_one_of_them_at_mos
             assert sorted(row for each in batches for batch in each for row in batch) == list(range(rows))
 
 
+@pytest.mark.parametrize("limit", [1, 0.9])
+def test_a_limit_gives_the_batches_that_one_process_has_below_it(limit: float) -> None:
+    dealt = [next(iter(EvenBatches(RowsOnce(range(9), 2, rank), 4, limit))) for rank in range(2)]
+    assert sorted(dealt[0] + dealt[1]) == list(range(8))
+    assert [len(EvenBatches(RowsOnce(range(9), 2, rank), 4, limit)) for rank in range(2)] == [2, 2]
+
+
 def test_evaluated_are_as_many_rows_as_one_process_evaluates_in_batches_of_all_ranks() -> None:
     kept = [evaluated_rows(rows, 2, 3, drop_last=False, even=False) for rows in (6, 7, 8, 11, 12)]
     assert kept == [6, None, 8, 11, 12]
@@ -261,6 +268,16 @@ def test_batches_that_cannot_be_dealt_out_are_refused(ranks: RankPool) -> None:
         ranks(2, _train, partial(_stream, Sized, 4, 0), 2, {}, **TRAINER)
     with pytest.raises(RankError, match=r"\(Boastful\) said that it has \d batches, and ended after 2"):
         ranks(2, _train, Boastful, 2, {}, **TRAINER)
+
+
+def _limited(rank: int) -> list[int]:
+    trainer = zero(3, 2, limit_predict_batches=0.5)
+    predicted = trainer.predict(TinyLM(), loader(13, 2))
+    return [len(batch) for batch in predicted or []]  # type: ignore[arg-type]
+
+
+def test_a_share_of_the_batches_is_the_same_on_all_ranks_in_prediction(ranks: RankPool) -> None:
+    assert ranks(2, _limited, **TRAINER) == [[2, 2], [2, 2]]  # one process: 2 of 4 batches of 4
 
 
 def _streamed(rank: int, kind: type[Stream]) -> list[int]:
