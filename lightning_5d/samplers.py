@@ -67,10 +67,11 @@ class EvenBatches(BatchSampler):
     Args:
         sampler: This rank's rows.
         batch_size: At least 2, unless all ranks have as many batches anyway.
+        drop_last: Not looked at: nothing is left out. Lightning gives it to batch samplers that it makes again.
         limit: The most batches that will be asked for, or their share. Where that leaves the last ones out, no batch is made two.
     """
 
-    def __init__(self, sampler: RowsOnce, batch_size: int, limit: float = 1.0) -> None:
+    def __init__(self, sampler: RowsOnce, batch_size: int, drop_last: bool = False, limit: float = 1.0) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
         self._most = math.ceil(math.ceil(sampler.total_size / sampler.num_replicas) / batch_size)
         self._all = limit >= (self._most if isinstance(limit, int) else 1.0)
@@ -132,7 +133,7 @@ class DealingConnector(_DataConnector):
         sampler, size = batches.sampler, batches.batch_size
         if evaluated_rows(sampler.total_size, sampler.num_replicas, size, drop_last=False, even=True) is None:
             return loader
-        even = EvenBatches(sampler, size, getattr(self.trainer, f"limit_{mode.dataloader_prefix}_batches"))
+        even = EvenBatches(sampler, size, limit=getattr(self.trainer, f"limit_{mode.dataloader_prefix}_batches"))
         if noting is not None:
             noting._batch_sampler = even
         else:

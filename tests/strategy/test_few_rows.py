@@ -54,9 +54,9 @@ def test_evaluation_has_equally_many_batches_on_all_ranks_and_one_of_them_at_mos
 
 @pytest.mark.parametrize("limit", [1, 0.9])
 def test_a_limit_gives_the_batches_that_one_process_has_below_it(limit: float) -> None:
-    dealt = [next(iter(EvenBatches(RowsOnce(range(9), 2, rank), 4, limit))) for rank in range(2)]
+    dealt = [next(iter(EvenBatches(RowsOnce(range(9), 2, rank), 4, limit=limit))) for rank in range(2)]
     assert sorted(dealt[0] + dealt[1]) == list(range(8))
-    assert [len(EvenBatches(RowsOnce(range(9), 2, rank), 4, limit)) for rank in range(2)] == [2, 2]
+    assert [len(EvenBatches(RowsOnce(range(9), 2, rank), 4, limit=limit)) for rank in range(2)] == [2, 2]
 
 
 def test_evaluated_are_as_many_rows_as_one_process_evaluates_in_batches_of_all_ranks() -> None:
@@ -270,14 +270,18 @@ def test_batches_that_cannot_be_dealt_out_are_refused(ranks: RankPool) -> None:
         ranks(2, _train, Boastful, 2, {}, **TRAINER)
 
 
-def _limited(rank: int) -> list[int]:
-    trainer = zero(3, 2, limit_predict_batches=0.5)
-    predicted = trainer.predict(TinyLM(), loader(13, 2))
-    return [len(batch) for batch in predicted or []]  # type: ignore[arg-type]
+def _limited(rank: int) -> list[list[int]]:
+    trainer = zero(1, 2, limit_predict_batches=0.5)
+    module = TinyLM()
+    found = [trainer.predict(module, loader(13, 2))]
+    trainer.validate(module, loader(5, 2), verbose=False)
+    found.append(trainer.predict(module, trainer.val_dataloaders))
+    return [[len(batch) for batch in predicted or []] for predicted in found]  # type: ignore[arg-type]
 
 
 def test_a_share_of_the_batches_is_the_same_on_all_ranks_in_prediction(ranks: RankPool) -> None:
-    assert ranks(2, _limited, **TRAINER) == [[2, 2], [2, 2]]  # one process: 2 of 4 batches of 4
+    # One process would predict 2 of 4 batches of 4, and 1 of 2, of a loader that evaluation has had before.
+    assert ranks(2, _limited, **TRAINER) == [[[2, 2], [2]], [[2, 2], [1]]]
 
 
 def _streamed(rank: int, kind: type[Stream]) -> list[int]:
