@@ -72,26 +72,14 @@ def check_same_batch(batch: Any, mesh: ParallelMesh, device: torch.device, where
         )
 
 
-class EvenLoader:
-    """A dataloader that gives every data rank the same number of batches: that of the rank with the fewest.
+class _Wrapped:
+    """A dataloader but for iteration and length."""
 
-    Without that, a rank that runs out first would leave the others waiting in a collective. Everything but iteration and
-    length is the wrapped loader's.
+    _loader: Any
+    _OWN: tuple[str, ...] = ("_loader",)
 
-    Args:
-        loader: The loader of this rank.
-        group: The data ranks.
-        device: Where a collective's tensor may live.
-        length: The agreed number of batches, or ``None`` if it is not known; ranks then agree before each batch.
-    """
-
-    _OWN = ("_loader", "_group", "_device", "_length")
-
-    def __init__(self, loader: Any, group: dist.ProcessGroup, device: torch.device, length: int | None) -> None:
+    def __init__(self, loader: Any) -> None:
         object.__setattr__(self, "_loader", loader)
-        object.__setattr__(self, "_group", group)
-        object.__setattr__(self, "_device", device)
-        object.__setattr__(self, "_length", length)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_loader"), name)
@@ -102,30 +90,78 @@ class EvenLoader:
         else:
             setattr(self._loader, name, value)
 
+
+class EvenLoader(_Wrapped):
+    """A dataloader that gives every data rank the same number of batches: that of the rank with the fewest.
+
+    Without that, a rank that runs out first would leave the others waiting in a collective. Everything but iteration and
+    length is the wrapped loader's.
+
+    Args:
+        loader: The loader of this rank.
+        group: The data ranks.
+        device: Where a collective's tensor may live.
+        length: The agreed number of batches, or ``None`` if it is not known.
+        stream: Whether the length is only what the loader says of itself; ranks then agree before each batch.
+    """
+
+    _OWN = ("_loader", "_group", "_device", "_length", "_stream")
+
+    def __init__(
+        self, loader: Any, group: dist.ProcessGroup, device: torch.device, length: int | None, stream: bool = False
+    ) -> None:
+        super().__init__(loader)
+        self._group, self._device = group, device
+        self._length, self._stream = length, stream or length is None
+
     def __len__(self) -> int:
         if self._length is None:
             raise TypeError("The number of batches of this loader is not known.")
         return int(self._length)
 
     def __iter__(self) -> Iterator[Any]:
+        return self._agreed() if self._stream else self._first()
+
+    def _first(self) -> Iterator[Any]:
         batches = iter(self._loader)
-        if self._length is not None:
-            for _ in range(self._length):
-                yield next(batches)
-            return
-        nothing = object()
+        for index in range(len(self)):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise MisconfigurationException(
+                    f"A dataloader ({type(self._loader).__name__}) said that it has {len(self._loader)} batches, and ended after"
+                    f" {index}. Let its length be true, or leave `__len__` out: ranks then agree before each batch."
+                ) from None
+            yield batch
+
+    def _agreed(self) -> Iterator[Any]:
+        batches, nothing = iter(self._loader), object()
+        ranks = dist.get_world_size(self._group)
         while True:
             batch = next(batches, nothing)
             more = torch.tensor([batch is not nothing], dtype=torch.int32, device=self._device)
-            dist.all_reduce(more, op=dist.ReduceOp.MIN, group=self._group)
-            if not int(more):
-                if batch is not nothing:
+            dist.all_reduce(more, group=self._group)
+            if (having := int(more)) < ranks:
+                if having:
                     rank_zero_warn(
                         "Data ranks have different numbers of batches; the epoch ends with the shortest, so some"
                         " batches of other ranks are not used."
                     )
                 return
             yield batch
+
+
+class NoBatches(_Wrapped):
+    """The loader of a rank that has nothing to predict while others have.
+
+    It says that it has a batch: Lightning leaves ranks without one out of the loop, whose hooks may communicate.
+    """
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 def even_loader(loader: Any, mesh: ParallelMesh, device: torch.device, *, predicting: bool) -> tuple[Any, bool]:
@@ -141,49 +177,56 @@ def even_loader(loader: Any, mesh: ParallelMesh, device: torch.device, *, predic
         The loader, wrapped where ranks would part ways, and whether ranks have different numbers of batches.
 
     Raises:
-        MisconfigurationException: If the data cannot give every rank a sample and a batch.
+        MisconfigurationException: If the data cannot give every rank a sample and a batch. No data at all are no error, as in
+            one process.
     """
     _seed_workers(loader, mesh)
     replicas = mesh.size(*DATA_AXES)
     if replicas == 1:
         return loader, False
-    iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    length = None if iterable else sized_len(loader)
-    samples = _samples(loader)
+    stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    length, samples = sized_len(loader), _samples(loader)
     group = mesh.data_group
-    facts = torch.tensor(
-        [-1 if length is None else length, -1 if samples is None else samples], dtype=torch.int64, device=device
-    )
-    gathered = [torch.empty_like(facts) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, facts, group=group)
-    lengths = [int(fact[0]) for fact in gathered]
-    if samples is not None and samples < replicas and not predicting:
+    lengths = _gathered(-1 if length is None else length, group, device)
+    known = min(lengths) >= 0
+    if predicting:
+        left_out = known and length == 0 and any(lengths)
+        return NoBatches(loader) if left_out else loader, stream or not known or len(set(lengths)) > 1
+    if samples and samples < replicas:
         raise MisconfigurationException(
             f"The data set has {samples} samples for {replicas} data ranks. Give it at least {replicas}, or use at most"
-            f" {max(samples, 1)} data ranks."
+            f" {samples} data ranks."
         )
-    if min(lengths) < 0:
-        return (loader, True) if predicting else (EvenLoader(loader, group, device, None), False)
+    if not known:
+        return EvenLoader(loader, group, device, None), False
+    if min(lengths) == 0 and (samples or any(lengths)):
+        raise _no_batch(loader, lengths, samples, replicas)
     uneven = len(set(lengths)) > 1
-    if predicting:
-        return loader, uneven
-    if min(lengths) == 0:
-        size = getattr(loader, "batch_size", None)
-        need = (
-            f"at least {replicas * size} samples, or a smaller batch size" if isinstance(size, int) else "more samples"
-        )
-        raise MisconfigurationException(
-            f"A dataloader has no batch on some ranks (batches by data rank: {lengths};"
-            f" {samples if samples is not None else 'unknown'} samples, batch size {size}, {replicas} data ranks,"
-            f" drop_last={getattr(loader, 'drop_last', None)}). Give it {need}, or drop_last=False."
-        )
     if uneven:
         rank_zero_warn(
             f"Data ranks have different numbers of batches: {lengths}. Each uses the first {min(lengths)}, as a rank that"
             " goes on alone would wait for the others for ever."
         )
-        return EvenLoader(loader, group, device, min(lengths)), False
+    if uneven or stream:
+        return EvenLoader(loader, group, device, min(lengths), stream=stream), False
     return loader, False
+
+
+def _gathered(number: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    mine = torch.tensor([number], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [int(each) for each in everyone]
+
+
+def _no_batch(loader: Any, lengths: list[int], samples: int | None, replicas: int) -> MisconfigurationException:
+    size = getattr(loader, "batch_size", None)
+    need = f"at least {replicas * size} samples, or a smaller batch size" if isinstance(size, int) else "more samples"
+    return MisconfigurationException(
+        f"A dataloader has no batch on some ranks (batches by data rank: {lengths};"
+        f" {samples if samples is not None else 'unknown'} samples, batch size {size}, {replicas} data ranks,"
+        f" drop_last={getattr(loader, 'drop_last', None)}). Give it {need}, or drop_last=False."
+    )
 
 
 def leave_out_seen(trainer: pl.Trainer) -> None:
@@ -214,10 +257,11 @@ def leave_out_seen(trainer: pl.Trainer) -> None:
 
 def _samples(loader: Any) -> int | None:
     """Samples of the whole data set where a `DistributedSampler` spreads it over ranks."""
-    sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler) or not isinstance(sampler.dataset, Sized):
-        return None
-    return len(sampler.dataset)
+    for holder in (loader, getattr(loader, "batch_sampler", None)):
+        sampler = getattr(holder, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and isinstance(sampler.dataset, Sized):
+            return len(sampler.dataset)
+    return None
 
 
 def _seed_workers(loader: Any, mesh: ParallelMesh) -> None:

@@ -36,6 +36,7 @@ from lightning_5d.mesh import DATA_AXES, ParallelMesh, resolve_sizes
 from lightning_5d.parallelism import Parallelism, Parallelized, Problem, RunContext, plugin_problems, raise_problems
 from lightning_5d.plan import ParallelPlan, find_plan
 from lightning_5d.precision import FiveDPrecision, fived_precision
+from lightning_5d.samplers import deal_rows_once
 from lightning_5d.steps import ParallelSteps
 from lightning_5d.whole_summary import WholeSummaries
 
@@ -324,6 +325,8 @@ class FiveD(ParallelSteps):
             self.logs = attach_logs(trainer, self.mesh, self.root_device, self._timeout)
         if self.logs is not None:
             self.logs.without_waiting = self._post is not None
+        if self.mesh.size(*DATA_AXES) > 1:
+            deal_rows_once(trainer)
 
     def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
         problems = []
