@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_5d.parallelism import Parallelized
 
 if TYPE_CHECKING:
-    from lightning_5d.steps import ParallelSteps
     from lightning_5d.strategy import FiveD
 
 
@@ -152,10 +151,6 @@ class Scheduling(Parallelized):
     def post_validation(self, strategy: FiveD) -> PostValidation | None:
         """How optimizer steps are made without waiting for all stages; ``None`` if they wait."""
         return None
-
-    def gradients_by_hand(self, strategy: ParallelSteps, host_group: dist.ProcessGroup) -> AbstractContextManager[None]:
-        """A context around training in which other packages' functions take norms of gradients, and clip them, over all stages."""
-        return nullcontext()
 
     def first_weights_agree(self) -> bool:
         """Whether one rank of each data rank sees all microbatches' weights, so that the first can set their common size."""

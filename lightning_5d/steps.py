@@ -67,8 +67,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
     def on_train_start(self) -> None:
         if self._post is not None and self.logs is not None:
             self._schedules.enter_context(self._post.train(self.connected_module.trainer, self.logs.host_group))
-        if self._scheduling is not None and self.logs is not None:
-            self._schedules.enter_context(self._scheduling.gradients_by_hand(self, self.logs.host_group))
+        for applied in self.parallelized:
+            self._schedules.enter_context(applied.training_context(self))
         leave_out_seen(self.connected_module.trainer)
         self._schedules.enter_context(holding_schedules(self))
 

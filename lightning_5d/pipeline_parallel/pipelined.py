@@ -201,8 +201,10 @@ class Pipelined(Scheduling):
         return OptimisticSteps(strategy, self._channels, self.mesh) if self._post_validation else None
 
     @override
-    def gradients_by_hand(self, strategy: ParallelSteps, host_group: dist.ProcessGroup) -> AbstractContextManager[None]:
-        return WholeGradients(strategy, self, host_group).in_place() if self.mesh.size("pp") > 1 else nullcontext()
+    def training_context(self, strategy: ParallelSteps) -> AbstractContextManager[None]:
+        if self.mesh.size("pp") == 1 or strategy.logs is None:
+            return nullcontext()
+        return WholeGradients(strategy, self, strategy.logs.host_group).in_place()
 
     @override
     def give_gradients(self) -> list[float | None]:
