@@ -28,36 +28,33 @@ class Steep(LanguageModel):
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
 
-class InHook(Steep):
-    """By norm and then by value, in the hook that is there for gradients."""
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.log("norm", clip_grad_norm_(self.parameters(), 1.0))
-        clip_grad_value_(self.parameters(), 0.05)
-
-
-class InPlace(Steep):
-    """In two calls, by the largest element, in place of Lightning."""
-
-    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        total = get_total_norm([gradient.detach() for gradient in self.gradients()], float("inf"))
-        clip_grads_with_norm_(self.parameters(), 0.1, total)
-        self.log("norm", total)
-
-
 class AfterBackward(Steep):
-    """By the sum of magnitudes, before anything but backward has happened to gradients."""
+    """By value and by the sum of magnitudes, before anything but backward has happened to gradients."""
 
     def on_after_backward(self) -> None:
         clip_grad_value_(self.parameters(), 0.3)
-        self.log("norm", clip_grad_norm_(list(self.parameters()), 5.0, norm_type=1, foreach=False))
+        self.log("norm", clip_grad_norm_(list(self.parameters()), 20.0, norm_type=1, foreach=False))
         self.log("norm after", get_total_norm(self.gradients(), 1))
 
 
-class InParts(Steep):
-    """Parts of the model: a layer, a group of the optimizer, all vectors; and single tensors."""
+class Everywhere(AfterBackward):
+    """Then by norm in the hook that is there for gradients, and in place of Lightning in two calls, by the largest element."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("norm in hook", clip_grad_norm_(self.parameters(), 0.2))
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        total = get_total_norm([gradient.detach() for gradient in self.gradients()], float("inf"))
+        clip_grads_with_norm_(self.parameters(), 0.01, total)
+        self.log("largest", total)
+
+
+class InParts(Steep):
+    """Parts of the model: a layer, a group of the optimizer, all vectors, single tensors; with Lightning's norms of them."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+        self.log_dict(grad_norm(self.decoder.layers[-1], "inf", group_separator="."))
         for layer in self.decoder.layers:
             self.log("norm", clip_grad_norm_(layer.parameters(), 0.6))
         clip_grad_norm_(optimizer.param_groups[1]["params"], 0.7)
@@ -65,20 +62,11 @@ class InParts(Steep):
         for parameter in self.parameters():
             clip_grad_norm_(parameter, 0.25)
 
-
-class Logging(Steep):
-    """Lightning's norms, before and after Lightning has clipped."""
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.log_dict(grad_norm(self, norm_type=2))
-        self.log_dict(grad_norm(self.decoder.layers[-1], "inf", group_separator="."))
-        self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
-
     def on_train_batch_end(self, *_: Any) -> None:
-        self.log("norm", grad_norm(self, 1)["grad_1.0_norm_total"])
+        self.log("norm of the end", grad_norm(self, 1)["grad_1.0_norm_total"])
 
 
-KINDS: list[type[Steep]] = [InHook, InPlace, AfterBackward, InParts, Logging]
+KINDS: list[type[Steep]] = [Everywhere, InParts]
 
 
 class Clipped(WholeRecord):
