@@ -31,7 +31,8 @@ class AcrossMeshes(TorchFunctionMode):
     same on all ranks.
 
     Args:
-        stages: Stages of the pipeline. With several, such a call is an error still, but one that says what to do.
+        stages: Stages of the pipeline. With several, torch's functions that clip do not come here (see
+            `lightning_5d.pipeline_parallel.whole_gradients`), and such a call is an error still, but one that says what to do.
 
     Attributes:
         is_looking: It looks at no operation that it takes the place of nothing for.
@@ -50,9 +51,8 @@ class AcrossMeshes(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if self._stages > 1:
             raise MisconfigurationException(
-                f"torch's functions that clip gradients see those of one of {self._stages} stages alone. Call self.clip_gradients(optimizer,"
-                ' gradient_clip_val=1.0, gradient_clip_algorithm="norm") in place of torch.nn.utils.clip_grad_norm_, or give'
-                " Trainer(gradient_clip_val=1.0)."
+                f"A norm that is put together by hand is that of one of {self._stages} stages alone. Call trainer.strategy.gradient_norm(), or"
+                " torch.nn.utils.get_total_norm and clip_grad_norm_, which know of stages."
             )
         return run(func, *args, **(kwargs or {}))
 

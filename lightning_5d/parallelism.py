@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_5d.checkpoint.stages import Stages
     from lightning_5d.mesh import ParallelMesh
     from lightning_5d.plan import ParallelPlan
+    from lightning_5d.steps import ParallelSteps
 
 Size = int | Literal["auto"]
 
@@ -331,6 +332,14 @@ class Parallelized:
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
         """What is wrong with the user's optimizers for parameters as this axis has placed them."""
         return []
+
+    def training_context(self, strategy: ParallelSteps) -> AbstractContextManager[None]:
+        """A context around training, from `on_train_start` on.
+
+        Args:
+            strategy: Whose training it is.
+        """
+        return nullcontext()
 
     def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:
         """A context around a whole evaluation loop.

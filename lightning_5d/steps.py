@@ -70,6 +70,8 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
     def on_train_start(self) -> None:
         if self._post is not None and self.logs is not None:
             self._schedules.enter_context(self._post.train(self.connected_module.trainer, self.logs.host_group))
+        for applied in self.parallelized:
+            self._schedules.enter_context(applied.training_context(self))
         leave_out_seen(self.connected_module.trainer)
         self._schedules.enter_context(holding_schedules(self))
 
@@ -270,7 +272,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
             factor = self._window.correction(planned, self.mesh.data_group, self.root_device, batches)
             if factor != 1.0:
                 scale_gradients(module.parameters(), factor)
-        self._sum_up()
+        self.sum_up_gradients()
         scaler = self._scaler
         if scaler is not None:
             finite = scaler.unscale(self.precision_plugin.main_params(optimizer))
@@ -294,12 +296,12 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
         """
         if self._stepping:
             return
-        self._sum_up()
+        self.sum_up_gradients()
         if self._scaler is not None:
             self._scaler.unscale(self.precision_plugin.main_params(optimizer))
 
-    def _sum_up(self) -> None:
-        """What axes still have to add to gradients, once after each backward."""
+    def sum_up_gradients(self) -> None:
+        """Adds to gradients what axes still have to, once after each backward; all ranks that hold the same weights call it."""
         if self._summed_up:
             return
         for applied in self.parallelized:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_5d.data_parallel.assigned_data import assigned_data
 from lightning_5d.data_parallel.compatibility import sharded_optimizer_problems
 from lightning_5d.data_parallel.engine import Engine, ShardedEngine
 from lightning_5d.data_parallel.hooks_aside import hooks_aside
@@ -22,6 +23,9 @@ from lightning_5d.data_parallel.sharding import shard
 from lightning_5d.data_parallel.states import state_of
 from lightning_5d.mesh import ExpertView
 from lightning_5d.parallelism import Parallelized, Part, Problem
+
+if TYPE_CHECKING:
+    from lightning_5d.steps import ParallelSteps
 
 
 class ShardedData(Parallelized):
@@ -167,6 +171,10 @@ class ShardedData(Parallelized):
     @override
     def optimizer_problems(self, optimizers: Sequence[Optimizer]) -> list[Problem]:
         return [] if self._root is None else sharded_optimizer_problems(optimizers, self.engine.options.stage)
+
+    @override
+    def training_context(self, strategy: ParallelSteps) -> AbstractContextManager[None]:
+        return assigned_data()
 
     @override
     def evaluation_context(self, *, uneven: bool) -> AbstractContextManager[None]:

@@ -60,6 +60,6 @@ def warn_of_differences(module: pl.LightningModule, microbatches: int) -> None:
         )
     if is_overridden("configure_gradient_clipping", module):
         rank_zero_warn(
-            "Each rank of a pipeline holds its own stages' gradients. In configure_gradient_clipping call self.clip_gradients, or"
-            " take the norm from trainer.strategy.gradient_norm(): torch.nn.utils.clip_grad_norm_ would see one stage alone."
+            "Each rank of a pipeline holds its own stages' gradients. In configure_gradient_clipping call self.clip_gradients, functions of"
+            " torch.nn.utils or trainer.strategy.gradient_norm(), on all ranks: a norm put together by hand would be one stage's."
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,11 @@ from lightning_5d.pipeline_parallel.sharing import SharedSteps
 from lightning_5d.pipeline_parallel.snapshot import Snapshot
 from lightning_5d.pipeline_parallel.stage import Cut
 from lightning_5d.pipeline_parallel.trace import Recorder
+from lightning_5d.pipeline_parallel.whole_gradients import WholeGradients
 from lightning_5d.scheduling import PostValidation, Scheduling, StepRun
 
 if TYPE_CHECKING:
+    from lightning_5d.steps import ParallelSteps
     from lightning_5d.strategy import FiveD
 
 
@@ -57,6 +59,7 @@ class Pipelined(Scheduling):
         rank: This rank's place in the pipeline.
         cut: This rank's stages.
         shared_weights: Those of this rank that others hold as well.
+        window_ends: Whether the gradients of the last training step are the last of an optimizer step.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Pipelined(Scheduling):
         self.shared_weights = SharedWeights(module, stages.first_names, cut.owners, schedule.placement, mesh)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._run: StepRun | None = None
+        self.window_ends = False
         self._aside: SetAside | None = None
         self._weights: list[float | None] = []
         self._post_validation = post_validation
@@ -128,6 +132,8 @@ class Pipelined(Scheduling):
         if self._run is not None and run.epoch != self._run.epoch:
             self.executor.forget_shapes()  # a stage may have been frozen or unfrozen: who wants gradients is agreed anew
         self._run = run
+        if run.backward:
+            self.window_ends = run.last
 
     # [Note: gradients before their backward]
     # Lightning's closure is `training_step`, `zero_grad`, `backward`. Here the schedule runs inside of the first, so what it makes
@@ -193,6 +199,12 @@ class Pipelined(Scheduling):
     @override
     def post_validation(self, strategy: FiveD) -> PostValidation | None:
         return OptimisticSteps(strategy, self._channels, self.mesh) if self._post_validation else None
+
+    @override
+    def training_context(self, strategy: ParallelSteps) -> AbstractContextManager[None]:
+        if self.mesh.size("pp") == 1 or strategy.logs is None:
+            return nullcontext()
+        return WholeGradients(strategy, self, strategy.logs.host_group).in_place()
 
     @override
     def give_gradients(self) -> list[float | None]:

@@ -100,7 +100,7 @@ class SharedWeights:
         if known is None or known[0] is not parameter:
             self._known = {
                 id(found): (found, self._counted_by.get(name, self._rank) == self._rank)
-                for name, found in self._parameters().items()
+                for name, found in self.parameters().items()
             }
             known = self._known.get(id(parameter), (parameter, True))
         return ("pp",) if known[1] else None
@@ -118,7 +118,7 @@ class SharedWeights:
     def _shared_with(self, parameter: Tensor) -> _Owners | None:
         if not self._owners:
             return None
-        names = {name for name, found in self._parameters().items() if found is parameter}
+        names = {name for name, found in self.parameters().items() if found is parameter}
         return next((owners for owners in self._owners if not names.isdisjoint(owners.weights)), None)
 
     # [Note: groups of shared weights]
@@ -131,7 +131,7 @@ class SharedWeights:
         Returns:
             What cannot be settled.
         """
-        parameters = self._parameters()
+        parameters = self.parameters()
         homes = {
             id(parameter): (number, group)
             for number, optimizer in enumerate(optimizers)
@@ -163,7 +163,7 @@ class SharedWeights:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Gives all owners the first one's values; all of them call it."""
-        parameters = self._parameters()
+        parameters = self.parameters()
         for owners in self._owners:
             for bucket in _buckets([(name, parameters[name]) for name in owners.weights]):
                 values = [values_of(parameter) for _, parameter in bucket]
@@ -179,7 +179,7 @@ class SharedWeights:
         Raises:
             MisconfigurationException: On all owners, if they differ, with the names.
         """
-        parameters = self._parameters()
+        parameters = self.parameters()
         for owners in self._owners:
             sums = [_fingerprint(values_of(parameters[name])) for name in owners.weights]
             mine = torch.stack(sums)
@@ -194,6 +194,33 @@ class SharedWeights:
                     " several stages use must change on all of them alike: do it on every rank, or load a checkpoint."
                 )
 
+    def check_chosen(self, chosen: Sequence[Tensor], *, together: bool = True) -> None:
+        """Compares which weights each owner is about to change; all of them call it.
+
+        Args:
+            chosen: Parameters of this rank, any.
+            together: All owners of any weight of this rank come. Otherwise those of the chosen ones alone.
+
+        Raises:
+            MisconfigurationException: On all owners, if they differ, with the names.
+        """
+        parameters = self.parameters()
+        ids = {id(parameter) for parameter in chosen}
+        for owners in self._owners:
+            flags = [int(id(parameters[name]) in ids) for name in owners.weights]
+            if not together and not any(flags):
+                continue
+            both = torch.tensor(
+                [flags, [1 - flag for flag in flags]], device=values_of(parameters[owners.weights[0]]).device
+            )
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=owners.group)
+            different = [name for name, count in zip(owners.weights, both.sum(0).tolist(), strict=True) if count > 1]
+            if different:
+                raise MisconfigurationException(
+                    f"Ranks {', '.join(map(str, owners.ranks))} of the pipeline share {', '.join(different[:5])}, and the gradient would change"
+                    " on some of them only. Give it on all ranks, under each of its names."
+                )
+
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Sums gradients over the owners, in place; all of them call it, once per optimizer step.
@@ -205,7 +232,7 @@ class SharedWeights:
         """
         if not self._owners:
             return
-        parameters = self._parameters()
+        parameters = self.parameters()
         pending = [
             (bucket, *_send(bucket, owners.group))
             for owners in self._owners
@@ -218,7 +245,8 @@ class SharedWeights:
                 work.wait()
             _take(bucket, flat)
 
-    def _parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
+        """All parameters of this rank, each by its first name in the whole module."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters():
             plain = plain_name(name)

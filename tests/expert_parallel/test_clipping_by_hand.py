@@ -120,11 +120,18 @@ def test_steps_are_those_of_one_process(ranks: RankPool, alone: list[Any], plugi
     assert len({run["norms"][-1] for run in alone}) == len(KINDS), "nothing was clipped"
 
 
+class PutTogether(Steep):
+    """A norm of its own."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        torch.stack([parameter.grad.norm() for parameter in self.parameters() if parameter.grad is not None]).norm()
+
+
 def _staged(rank: int) -> None:
     strategy = partial(FiveD, ExpertParallel(2), PipelineParallel(2, microbatches=2), timeout=30)
-    fit(rank, partial(_module, InHook), rows, strategy, devices=4)
+    fit(rank, partial(_module, PutTogether), rows, strategy, devices=4)
 
 
-def test_a_stage_alone_is_not_clipped_by_its_own_norm(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"one of 2 stages alone\. Call self\.clip_gradients"):
+def test_a_norm_put_together_by_hand_is_not_taken_for_that_of_all_stages(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"one of 2 stages alone\. Call trainer\.strategy\.gradient_norm"):
         ranks(4, _staged, **SEPARATE)

@@ -130,7 +130,6 @@ class TorchClipped(TinyLM):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
 
 
-@pytest.mark.xfail(strict=True, reason="torch.nn.utils.clip_grad_norm_ sees the gradients of one stage alone")
 def test_clipping_by_torch_equals_one_process(ranks: RankPool) -> None:
     _compare(ranks, partial(TorchClipped, layers=4))
 

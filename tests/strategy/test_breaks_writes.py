@@ -97,10 +97,7 @@ class LimitedThroughData(Descending):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="torch 2.13: `parameter.data = value` leaves a DTensor as it was, without a trace"
-)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_data_assigned_between_steps_is_kept(ranks: RankPool, stage: int) -> None:
     _same(ranks, AssignedOutside, stage)
 
