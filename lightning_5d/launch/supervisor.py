@@ -17,7 +17,7 @@ from lightning_5d.launch.rendezvous import Store
 from lightning_5d.launch.waiting import Waiting
 
 _POLL_SECONDS = 0.5
-LOST_PEER_SECONDS = 3.0
+LOST_PEER_SECONDS = 5.0
 """How long a rank that lost a peer waits to hear why, before it calls that the failure."""
 GRACE_SECONDS = 3.0
 """How long a rank may take to fail by itself after it has heard of another's failure."""
@@ -25,7 +25,9 @@ LAST_WORDS_SECONDS = 15.0
 """How long the rank that failed may spend in `on_exception` hooks and teardown."""
 DONE_SECONDS = 10.0
 """How long the rank that hosts the store stays for those that are not done."""
-_TOLD_SECONDS = 5.0
+_TOLD_SECONDS = 12.0
+"""How long a failed rank waits for rank 0 to show its traceback: rank 0 may hear of it in a poll, and be ended after its grace."""
+_ASK_SECONDS = 0.1
 
 
 class Supervisor:
@@ -214,16 +216,16 @@ class Supervisor:
                 self._first = Failure.from_json(self._store.get("failure"))
 
     def _poll(self, key: str, seconds: float) -> bool:
-        limit = time.monotonic() + seconds
-        while self._store is not None:
+        if self._store is None:
+            return False
+        # So many looks, not so much time: while this process did not get to run, the others may not have either.
+        for _ in range(round(seconds / _ASK_SECONDS)):
             try:
                 if self._store.check([key]):
                     return True
             except RuntimeError:
                 return False
-            if time.monotonic() > limit:
-                return False
-            time.sleep(0.1)
+            time.sleep(_ASK_SECONDS)
         return False
 
 

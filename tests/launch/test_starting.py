@@ -51,7 +51,7 @@ class Logging(BoringModel):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_runs_of_2_then_4_then_1_ranks_with_a_failure_between(tmp_path: Path) -> None:
     before = dict(os.environ)
     for devices in (2, 4):
@@ -81,17 +81,17 @@ def test_runs_of_2_then_4_then_1_ranks_with_a_failure_between(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_three_scripts_started_at_once_all_end_well(tmp_path: Path) -> None:
     jobs = [start(tmp_path) for _ in range(3)]
     for job in jobs:
-        done = job.wait(120)
+        done = job.wait(300)
         assert done.code == 0, done.err
         assert {rank: report["steps"] for rank, report in done.reports.items()} == {0: 4, 1: 4}, done.out + done.err
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("then", ["test", "again"])
 def test_a_second_run_in_a_script_uses_the_same_ranks(tmp_path: Path, then: str) -> None:
     done = run(tmp_path, "--then", then)
@@ -104,7 +104,7 @@ def test_a_second_run_in_a_script_uses_the_same_ranks(tmp_path: Path, then: str)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(400)
 def test_a_second_run_of_another_size_in_a_script_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "--then", "3")
     assert done.code == 0, done.err
@@ -112,7 +112,7 @@ def test_a_second_run_of_another_size_in_a_script_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(400)
 def test_torchrun_runs_twice_in_one_process(tmp_path: Path) -> None:
     done = run(tmp_path, "--then", "again", launcher=TORCHRUN)
     assert done.code == 0, done.err
@@ -120,7 +120,7 @@ def test_torchrun_runs_twice_in_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(400)
 def test_a_port_set_by_the_user_is_kept_and_a_busy_one_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -169,14 +169,14 @@ def test_a_rank_that_waits_for_a_failed_one_is_ended_with_the_reason(ranks: Rank
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_each_job_of_a_sweep_has_ranks_of_its_own(tmp_path: Path) -> None:
-    done = run(tmp_path, "+x=1,2", "--multirun", script="sweep.py", seconds=100)
+    done = run(tmp_path, "+x=1,2", "--multirun", script="sweep.py", seconds=300)
     assert done.code == 0, done.err
     lines = sorted(line for line in done.out.splitlines() if line.startswith("DONE"))
     assert lines == [f"DONE job {job} rank {rank} of 2" for job in (1, 2) for rank in (0, 1)]
     assert len(list(tmp_path.glob("multirun/*/*/*/.hydra/config.yaml"))) == 2
-    assert done.job.left_after(3) == []
+    assert done.job.left_after(25) == []
 
 
 SLURM = {
