@@ -38,7 +38,7 @@ def _left(rank: int, names: list[str]) -> dict[str, int]:
         assert _groups() > 0
         destroy_process_groups()
         del module
-        limit = time.monotonic() + 10
+        limit = time.monotonic() + 60
         while (count := _groups()) and time.monotonic() < limit:
             gc.collect()
         left[name] = count

@@ -68,7 +68,7 @@ def test_64_saving_on_rank_0_alone_is_a_quick_clear_error(
     started = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)waited 2 s in save_checkpoint for rank 1.*every rank"):
         ranks(4 if axis else 2, _save_on_zero, stage, axis, str(tmp_path / "x.ckpt"), **TRAINER)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
     assert not (tmp_path / "x.ckpt").exists()
 
 
