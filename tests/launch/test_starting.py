@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -12,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_5d import FiveD, ZeRO
-from lightning_5d.launch import RankFailure
+from lightning_5d.launch import RankFailure, supervisor
 from lightning_5d.launch.rendezvous import listen
 from tests.launch.running import TORCHRUN, run, start
 from tests.ranks import RankError, RankPool
@@ -166,6 +167,30 @@ def test_a_rank_that_waits_for_a_failed_one_is_ended_with_the_reason(ranks: Rank
         ranks(2, fail_on_rank_1, str(tmp_path), backend=None)
     assert "rank 1: returned" in str(caught.value)
     assert "KeyError: 'the planned failure'\n--- end of rank 1's traceback" in str(caught.value)
+
+
+class Refusing(BoringModel):
+    """Each rank finds out by itself; rank 0 computes for longer than one that waits would be left alone."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> object:
+        limit = time.process_time() + 3 * supervisor.GRACE_SECONDS * (self.trainer.global_rank == 0)
+        while time.process_time() < limit:
+            torch.ones(100, 100) @ torch.ones(100, 100)
+        raise KeyError("found by each")
+
+
+def refused_on_each(rank: int, folder: str) -> str:
+    trainer = make_trainer(2, Path(folder), "popen", enable_checkpointing=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "GRACE_SECONDS", 1.0)
+        with pytest.raises((KeyError, RankFailure)) as caught:
+            trainer.fit(Refusing())
+    return str(caught.value)
+
+
+def test_a_rank_that_still_computes_is_left_to_fail_by_itself(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks(2, refused_on_each, str(tmp_path), backend=None):
+        assert "found by each" in said
 
 
 @pytest.mark.slow
