@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 PYTHON = (sys.executable,)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+STACKS_SECONDS = 10.0
+"""How long a process may take to write them; one that is frozen never does."""
 LAUNCH_NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
 
 
@@ -51,8 +53,11 @@ class Running:
     def wait_for(self, text: str, times: int, seconds: float) -> None:
         """Wait until the job has printed `text` so often."""
         limit = time.monotonic() + seconds
-        while self.out.read_text().count(text) < times:
-            if time.monotonic() > limit or self.process.poll() is not None:
+        while True:
+            over = time.monotonic() > limit or self.process.poll() is not None
+            if self.out.read_text().count(text) >= times:
+                return
+            if over:
                 self.kill()
                 raise AssertionError(f"{text!r} did not come\n{self.out.read_text()}\n{self.err.read_text()}")
             time.sleep(0.05)
@@ -97,8 +102,11 @@ class Running:
                 if _handles(folder, signal.SIGUSR1):
                     with self.err.open("a") as err:
                         err.write(f"\n--- stacks of process {pid}\n")
+                    before, limit = self.err.stat().st_size, time.monotonic() + STACKS_SECONDS
                     os.kill(pid, signal.SIGUSR1)
-                    time.sleep(0.3)
+                    while self.err.stat().st_size == before and time.monotonic() < limit:
+                        time.sleep(0.05)
+                    time.sleep(0.3)  # the rest of them
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
         return "\n".join(lines)

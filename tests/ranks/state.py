@@ -84,7 +84,7 @@ class ProcessState:
                 for thread in threading.enumerate()
                 if thread not in self._threads and not thread.daemon and thread.is_alive()
             ] + [f"process {pid} ({command})" for pid, command in _children()]
-            if _event_loops():
+            if event_loops():
                 gc.collect()  # what the last collection has finalized, or a thread that has ended since, may have held more
                 found.append(HELD_GROUPS)
             if not found:
@@ -104,7 +104,7 @@ def _handlers() -> dict[int, Any]:
     return {number: handler for number, handler in found.items() if handler is not None}
 
 
-def _event_loops() -> int:
+def event_loops() -> int:
     """How many of gloo's event loops run: one for each process group, whether it is used or not."""
     count = 0
     for task in Path("/proc/self/task").iterdir():

@@ -3,7 +3,6 @@
 import gc
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from lightning_5d import ContextParallel, ExpertParallel, FiveD, PipelineParalle
 from lightning_5d.communication import destroy_process_groups
 from tests.expert_parallel.test_training import mixture
 from tests.ranks.pool import RankPool
+from tests.ranks.state import event_loops
 from tests.tensor_parallel.parity import Dealt, Rows, decoder
 from tests.trainers import quiet
 
@@ -25,21 +25,16 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _groups() -> int:
-    """Process groups of gloo that live, by their threads: each wakes a hundred times a second."""
-    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
-
-
 def _left(rank: int, names: list[str]) -> dict[str, int]:
     left = {}
     for name in names:
         module = mixture() if name == "expert" else decoder()
         quiet(strategy=FiveD(*LAYOUTS[name]), devices=2, max_steps=2).fit(module(), Dealt(Rows(8, 6), 4))
-        assert _groups() > 0
+        assert event_loops() > 0
         destroy_process_groups()
         del module
         limit = time.monotonic() + 60
-        while (count := _groups()) and time.monotonic() < limit:
+        while (count := event_loops()) and time.monotonic() < limit:
             gc.collect()
         left[name] = count
     return left

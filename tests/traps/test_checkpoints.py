@@ -49,9 +49,10 @@ class SlowRank0(SaveOnZero):
 
 
 def _slow_rank_0(rank: int, stage: int, path: str) -> int:
-    communication.PATIENCE_SECONDS = 0.5
     trainer = zero(stage, 2)
-    trainer.fit(SlowRank0(path), loader(16))
+    with pytest.MonkeyPatch.context() as patch:  # the process goes on to other tests
+        patch.setattr(communication, "PATIENCE_SECONDS", 0.5)
+        trainer.fit(SlowRank0(path), loader(16))
     return trainer.global_step
 
 
