@@ -133,6 +133,10 @@ class Waiting:
         now = self._clock()
         if now < self._next:
             return None
+        if (late := now - self._next) > LOOK_SECONDS and self._since is not None:
+            # This process did not get to run, and so cannot have gone on.
+            stood, since, computed = self._since
+            self._since = (stood, since + late, computed)
         self._next = now + LOOK_SECONDS
         place, busy = self._place(), processor_seconds(self._thread)
         if place is None or self._since is None or self._since[0] != place:

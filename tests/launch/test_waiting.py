@@ -57,7 +57,7 @@ def threads(*functions: Any) -> Iterator[list[int]]:
             thread.join()
 
 
-def _failures(places: list[Any], seconds: float, progress: tuple[str, ...] = ("", "")) -> list[Any]:
+def _failures(places: list[Any], seconds: float, progress: tuple[str, ...] = ("", ""), pause: float = 0.0) -> list[Any]:
     clock, store, found = Clock(), HashStore(), []
     with threads(*places) as idents:
         ranks = [
@@ -67,6 +67,8 @@ def _failures(places: list[Any], seconds: float, progress: tuple[str, ...] = (""
         while clock.now < seconds:
             found += [failure for rank in ranks if (failure := rank.look(store)) is not None]
             clock.now += LOOK_SECONDS
+            if clock.now == 2 * LOOK_SECONDS:
+                clock.now += pause
     return found
 
 
@@ -80,6 +82,12 @@ def test_ranks_in_different_collectives_are_told_apart_and_named() -> None:
     assert "test_waiting.py" in rows[1]
     assert "(training)" in rows[1]
     assert "(validation)" in rows[2]
+
+
+def test_a_pause_of_the_whole_machine_is_no_wait() -> None:
+    pause = 3 * WAIT_SECONDS
+    assert _failures([training, validation], pause + WAIT_SECONDS, pause=pause) == []
+    assert _failures([training, validation], pause + WAIT_SECONDS + 3 * LOOK_SECONDS, pause=pause) != []
 
 
 def test_ranks_that_have_come_differently_far_are_told_apart_in_one_place() -> None:
