@@ -36,12 +36,24 @@ def raise_on(rank: int, guilty: int) -> None:
     dist.barrier()
 
 
-def fail_after_the_other_has_said_so(rank: int) -> None:
-    if rank == 0:
-        time.sleep(0.5)
+def fail_after_the_other_has_said_so(rank: int, guilty: int, how: str) -> None:
+    if rank == guilty:
+        time.sleep(2.0)
         raise KeyError("the learning rate")
-    failure = Failure(0, "raised KeyError")
-    raise RankFailure(failure.describe(2, with_traceback=False), failure)
+    failure = Failure(guilty, "raised KeyError", "its traceback")
+    told = failure.describe(2, with_traceback=rank == 0)
+    if how == "raises":
+        raise RankFailure(told, failure)
+    print(told if rank == 0 else f"[rank {rank}] stopped: {told}", flush=True)
+    os._exit(1)
+
+
+def fail_late(rank: int) -> None:
+    """Rank 0 computes for a while, and then has something to say."""
+    limit = time.thread_time() + 3.0 * (rank == 0)
+    while time.thread_time() < limit:
+        pass
+    raise KeyError(f"of rank {rank}")
 
 
 def kill_self(rank: int, guilty: int) -> None:
@@ -157,10 +169,20 @@ def test_an_exception_arrives_with_the_traceback_of_its_rank(ranks: RankPool, gu
     assert ranks(4, add_over_ranks, 1.0) == [6.0] * 4
 
 
-def test_a_rank_that_only_names_another_is_not_the_one_to_blame(ranks: RankPool) -> None:
+@pytest.mark.parametrize("how", ["raises", "ends"])
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_rank_that_only_tells_of_another_is_not_the_one_to_blame(ranks: RankPool, guilty: int, how: str) -> None:
     with pytest.raises(RankError, match="KeyError: 'the learning rate'") as caught:
-        ranks(2, fail_after_the_other_has_said_so)
-    assert caught.value.rank == 0
+        ranks(2, fail_after_the_other_has_said_so, guilty, how)
+    assert caught.value.rank == guilty
+    assert f"rank {guilty} of 2 failed first: it raised KeyError" in str(caught.value)
+
+
+def test_all_failures_are_shown_in_full_and_a_rank_that_computes_is_waited_for(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 raised") as caught:
+        ranks(2, fail_late)
+    assert str(caught.value).count('raise KeyError(f"of rank {rank}")') == 2
+    assert "KeyError: 'of rank 0'" in str(caught.value)
 
 
 def test_a_killed_rank_is_named_with_its_signal_and_the_places_of_the_others(ranks: RankPool) -> None:
