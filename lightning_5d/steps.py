@@ -9,14 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.batches import check_same_batch, leave_out_seen
-from lightning_5d.checkpoint.lightning_state import WholeCheckpoints
+from lightning_5d.checkpoint.lightning_state import WholeCheckpoints, unwrapped
 from lightning_5d.communication import MeshCommunication
 from lightning_5d.gradients import global_norms, scale_gradients
 from lightning_5d.logs import LogExchange
@@ -490,11 +489,6 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
             for applied in self.parallelized:
                 contexts.enter_context(applied.unsharded())
             yield
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The user's optimizer inside a `LightningOptimizer`."""
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _called_by(applied: Parallelized, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_5d.callbacks.norm_history import NormHistory
+from lightning_5d.checkpoint.lightning_state import unwrapped
 from lightning_5d.gradients import clip_by_norm, global_norms
 from lightning_5d.names import plain_name
 from lightning_5d.nonfinite import NonfiniteNorms, nonfinite_gradients
-from lightning_5d.steps import unwrapped
 from lightning_5d.strategy import FiveD
 
 NONFINITE = "non-finite gradient"

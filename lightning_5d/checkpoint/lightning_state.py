@@ -108,7 +108,7 @@ class WholeCheckpoints(ParallelStrategy, ABC):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.settle_step()
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner = unwrapped(optimizer)
         marked = self.forms.marked_state(inner, self.connected_module)
         if self.stages is not None:
             return self.stages.optimizer_state(marked, inner, self.connected_module, keep=self.is_global_zero)
@@ -149,3 +149,8 @@ def _does_not_fit(module: nn.Module, missing: Sequence[str], unexpected: Sequenc
     listed = {"Unexpected": unexpected, "Missing": missing}
     lines = [f"{what} key(s) in state_dict: {', '.join(map(repr, keys))}. " for what, keys in listed.items() if keys]
     return "\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *lines])
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The user's optimizer inside a `LightningOptimizer`."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -183,7 +183,10 @@ class GroupExchange(KeyValueExchange):
             operations.append(dist.P2POp(dist.irecv, _bytes(into), group=self.group, group_peer=source, tag=_TAG + tag))
         if not operations:
             return None
-        works = dist.batch_isend_irecv(operations)
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:  # a peer that was gone before
+            raise self._lost(error, *sorted({operation.group_peer for operation in operations})) from error
         if data is not None:
             # Where a batch is one work, that is the receive's too.
             self._sent.append((works[0], data, to))
@@ -196,10 +199,13 @@ class GroupExchange(KeyValueExchange):
         try:
             work.wait() if self._timeout is None else work.wait(self._timeout)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"Rank {self.rank} of the context axis waited for rank {peer} of it, which is gone or did not come to the same"
-                f" attention in time. Its own output may say why. ({error})"
-            ) from error
+            raise self._lost(error, peer) from error
+
+    def _lost(self, error: RuntimeError, *peers: int) -> RuntimeError:
+        return RuntimeError(
+            f"Rank {self.rank} of the context axis waited for rank {' or '.join(map(str, peers))} of it, which is gone or did not"
+            f" come to the same attention in time. Its own output may say why. ({error})"
+        )
 
 
 class _Sent(Lent):

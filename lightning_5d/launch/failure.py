@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-# What gloo, NCCL and the store say when the process at the other end is gone.
-_LOST_PEER = (
+LOST_PEER = (
     "Connection closed by peer",
     "is gone: it ended, or closed its connections",
     "Connection reset by peer",
+    "Connection refused",
     "Broken pipe",
     "remote worker crashing",
     "remote process exited",
@@ -20,6 +20,7 @@ _LOST_PEER = (
     "of the data group is gone",
     "of the pipeline is gone",
 )
+"""What gloo, NCCL, the store and transports of this package say when the process at the other end is gone."""
 
 
 @dataclass(frozen=True)
@@ -93,4 +94,4 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether `error` may merely say that another rank is gone."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER)

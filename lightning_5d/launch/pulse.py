@@ -34,6 +34,9 @@ class Pulse:
         now = self._clock()
         if now < self._next:
             return None
+        if (late := now - self._next) > BEAT_SECONDS:
+            # This process did not get to run: nobody can have been heard, and on the same machine nobody may have run.
+            self._heard = {rank: (count, since + late) for rank, (count, since) in self._heard.items()}
         self._next = now + BEAT_SECONDS
         store.add(f"alive/{self._rank}", 1)
         for rank in self._others:

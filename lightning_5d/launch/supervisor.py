@@ -14,18 +14,20 @@ from lightning_5d.launch.failure import Failure, RankFailure, is_lost_peer
 from lightning_5d.launch.processes import leave
 from lightning_5d.launch.pulse import SILENCE_SECONDS, Pulse
 from lightning_5d.launch.rendezvous import Store
-from lightning_5d.launch.waiting import Waiting
+from lightning_5d.launch.waiting import BUSY_SHARE, Waiting, processor_seconds
 
 _POLL_SECONDS = 0.5
-LOST_PEER_SECONDS = 3.0
+LOST_PEER_SECONDS = 5.0
 """How long a rank that lost a peer waits to hear why, before it calls that the failure."""
 GRACE_SECONDS = 3.0
-"""How long a rank may take to fail by itself after it has heard of another's failure."""
+"""How long a rank may wait after it has heard of another's failure. One that computes may be about to fail by itself."""
 LAST_WORDS_SECONDS = 15.0
-"""How long the rank that failed may spend in `on_exception` hooks and teardown."""
+"""How long the rank that failed may spend in `on_exception` hooks and teardown, and any other until it fails."""
 DONE_SECONDS = 10.0
 """How long the rank that hosts the store stays for those that are not done."""
-_TOLD_SECONDS = 5.0
+_TOLD_SECONDS = 12.0
+"""How long a failed rank waits for rank 0 to show its traceback: rank 0 may hear of it in a poll, and be ended after its grace."""
+_ASK_SECONDS = 0.1
 
 
 class Supervisor:
@@ -49,6 +51,9 @@ class Supervisor:
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._deadline: float | None = None
+        self._reported = False
+        self._main = 0
+        self._computed = self._waited = 0.0
         self._first: Failure | None = None
         self._pulse: Pulse | None = None
         self._waiting: Waiting | None = None
@@ -76,6 +81,7 @@ class Supervisor:
             progress: Says how far this rank has come.
         """
         self._rank, self._world_size, self._store = rank, world_size, store
+        self._main = threading.get_ident()
         self._pulse = Pulse(rank, world_size)
         self._waiting = Waiting(rank, world_size, progress)
         self._thread = threading.Thread(target=self._watch, args=(watched,), name="supervisor", daemon=True)
@@ -99,6 +105,7 @@ class Supervisor:
         Returns:
             What to raise: `error`, with a note of the rank, or a `RankFailure` if another rank failed before.
         """
+        self._reported = True
         self._deadline = time.monotonic() + LAST_WORDS_SECONDS
         if is_lost_peer(error):
             self._listen(LOST_PEER_SECONDS)
@@ -152,10 +159,22 @@ class Supervisor:
             if self._first is None:
                 with contextlib.suppress(Exception):
                     self._look(store)
-            if self._first is not None and self._deadline is None:
-                self._deadline = time.monotonic() + GRACE_SECONDS
-            if self._deadline is not None and time.monotonic() > self._deadline:
+            if self._first is not None and self._is_over():
                 self._end(store)
+
+    def _is_over(self) -> bool:
+        """Whether this rank has had its time since it heard of a failure, or had one."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + LAST_WORDS_SECONDS
+        if not self._reported:
+            computed = processor_seconds(self._main)
+            # In looks: a process that does not get to run does not wait.
+            still = computed - self._computed < BUSY_SHARE * _POLL_SECONDS
+            self._waited = self._waited + _POLL_SECONDS if still else 0.0
+            self._computed = computed
+            if self._waited > GRACE_SECONDS:
+                return True
+        return time.monotonic() > self._deadline
 
     def _look(self, store: Store) -> None:
         try:
@@ -214,16 +233,16 @@ class Supervisor:
                 self._first = Failure.from_json(self._store.get("failure"))
 
     def _poll(self, key: str, seconds: float) -> bool:
-        limit = time.monotonic() + seconds
-        while self._store is not None:
+        if self._store is None:
+            return False
+        # So many looks, not so much time: while this process did not get to run, the others may not have either.
+        for _ in range(round(seconds / _ASK_SECONDS)):
             try:
                 if self._store.check([key]):
                     return True
             except RuntimeError:
                 return False
-            if time.monotonic() > limit:
-                return False
-            time.sleep(0.1)
+            time.sleep(_ASK_SECONDS)
         return False
 
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 20.0
 """How long all ranks have to stand still, in different places, before their job is ended."""
 LOOK_SECONDS = 2.0
-_BUSY_SHARE = 0.02
+BUSY_SHARE = 0.02
+"""Of the time, that a thread computes which merely asks now and then whether its wait is over."""
 _PLACES_SHOWN = 8
 _OUTSIDE = "outside of its loops"
 
@@ -132,13 +133,17 @@ class Waiting:
         now = self._clock()
         if now < self._next:
             return None
+        if (late := now - self._next) > LOOK_SECONDS and self._since is not None:
+            # This process did not get to run, and so cannot have gone on.
+            stood, since, computed = self._since
+            self._since = (stood, since + late, computed)
         self._next = now + LOOK_SECONDS
-        place, busy = self._place(), self._busy_seconds()
+        place, busy = self._place(), processor_seconds(self._thread)
         if place is None or self._since is None or self._since[0] != place:
             self._since = None if place is None else (place, now, busy)
         else:
             _, since, before = self._since
-            if busy - before > _BUSY_SHARE * max(now - since, LOOK_SECONDS):
+            if busy - before > BUSY_SHARE * max(now - since, LOOK_SECONDS):
                 self._since = (place, now, busy)  # it goes on, and merely waits whenever somebody looks
         still = self._since is not None and now - self._since[1] >= WAIT_SECONDS
         if still and not self._posted and place is not None:
@@ -167,10 +172,12 @@ class Waiting:
     def _place(self) -> Place | None:
         return waiting_place(sys._current_frames().get(self._thread), self._progress())
 
-    def _busy_seconds(self) -> float:
-        if not hasattr(time, "pthread_getcpuclockid"):
-            return 0.0
-        return time.clock_gettime(time.pthread_getcpuclockid(self._thread))
+
+def processor_seconds(thread: int) -> float:
+    """How long a thread of this process, which has not ended, has computed; 0 where the system does not say."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def parted(places: Sequence[Place]) -> Failure | None:

@@ -34,7 +34,7 @@ def fived(tmp_path, environment):
     In a warm process, or with `launcher`, the words between `python` and the arguments, in a cold one.
     """
 
-    def run(*arguments, launcher=None, timeout=55, cwd=tmp_path):
+    def run(*arguments, launcher=None, timeout=300, cwd=tmp_path):
         if launcher is None:
             return run_warm("-m", "lightning_5d.cli", *arguments, folder=cwd, environment=environment, seconds=timeout)
         done = subprocess.run(

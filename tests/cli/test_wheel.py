@@ -18,7 +18,7 @@ SOURCES = ("lightning_5d", "conf", "recipes", "pyproject.toml", "README.md", "LI
 def run(*command, cwd):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        command, cwd=cwd, env=environment, timeout=100, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=cwd, env=environment, timeout=300, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ).stdout  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(800)
 def test_the_installed_command_finds_its_configuration_from_any_folder(installed, tmp_path):
     assert "tokenize" in run(str(installed / "fived"), "--help", cwd=tmp_path)
     where = run(str(installed / "python"), "-c", FIND, cwd=tmp_path)
@@ -66,7 +66,7 @@ def test_the_installed_command_finds_its_configuration_from_any_folder(installed
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(800)
 def test_the_wheel_holds_types_configuration_and_recipes_once(installed):
     (site,) = (installed.parent / "lib").glob("python*/site-packages")
     package = site / "lightning_5d"

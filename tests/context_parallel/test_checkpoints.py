@@ -47,7 +47,7 @@ def _epoch(rank: int, path: Path, number: int, plugins: tuple[Parallelism, ...])
     return losses.found
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_run_changes_its_layout_after_every_epoch(ranks: RankPool, tmp_path: Path) -> None:
     path, alone = tmp_path / "changing.ckpt", tmp_path / "alone.ckpt"
     for number, plugins in enumerate(LAYOUTS, 1):

@@ -17,7 +17,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_each_of_four_ranks_keeps_a_quarter_of_the_activations_of_one_process(tmp_path):
     runs = {}
     for size in (1, 4):

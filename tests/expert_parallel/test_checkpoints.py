@@ -70,7 +70,7 @@ def _steps(rank: int, folder: Path, steps: int, strategy: Any, devices: int) -> 
     return found
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_run_changes_its_layout_in_the_middle_of_epochs(ranks: RankPool, tmp_path: Path) -> None:
     folder, alone = tmp_path / "changing", tmp_path / "alone"
     found: list[list[float]] = [[], []]

@@ -157,7 +157,7 @@ def test_ranks_have_equal_numbers_of_experts(ranks: RankPool) -> None:
 
 
 def _missing(rank: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=5))  # with less it fails where a rank that makes it too is late
     exchange: TokenExchange = open_kind("shared memory", group)
     routes = exchange.routes(torch.ones(2, dtype=torch.int64), 8)
     if rank == 0:
@@ -166,7 +166,7 @@ def _missing(rank: int) -> None:
 
 
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_its_group_says(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match="Rank 0 has waited 1 s for rank 1 of the expert group"):
+    with pytest.raises(RankError, match="Rank 0 has waited 5 s for rank 1 of the expert group"):
         ranks(2, _missing, timeout=20)
 
 

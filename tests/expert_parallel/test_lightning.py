@@ -74,7 +74,7 @@ def _named(*names: str) -> dict[str, Any]:
     return {name: {**RUNS, **TWICE}[name] for name in names}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("plugins", "world", "runs"),
     [
@@ -160,7 +160,7 @@ def _around(rank: int, world: int) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_what_people_do_around_training(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the tuner keeps a file in the working folder
     first, second = ranks(2, _around, 2, **SEPARATE)

@@ -21,6 +21,8 @@ from lightning_5d.launch import pulse, waiting
 
 
 def strike(how: str) -> None:
+    sys.stdout.write(f"STRUCK {time.monotonic()}\n")  # the clock of the machine
+    sys.stdout.flush()
     if how == "raise":
         raise ValueError("the planned failure")
     if how == "kill":

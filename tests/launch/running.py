@@ -1,6 +1,7 @@
 """Starts training jobs in processes of their own and finds what they leave behind."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,12 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_5d.launch.in_process import _PRELOAD
 from tests.ranks.warm import WarmProcess, start_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 PYTHON = (sys.executable,)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+STACKS_SECONDS = 10.0
+"""How long a process may take to write them; one that is frozen never does."""
 LAUNCH_NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
 
 
@@ -30,7 +34,6 @@ class Running:
     tag: str
     out: Path
     err: Path
-    started: float
 
     def wait(self, seconds: float) -> "Finished":
         """Wait, and fail when the job takes longer."""
@@ -42,13 +45,19 @@ class Running:
             raise AssertionError(
                 f"no end after {seconds} s\n{self.out.read_text()}\n{self.err.read_text()}\n{alive}"
             ) from None
-        return Finished(code, self.out.read_text(), self.err.read_text(), time.monotonic() - self.started, self)
+        done = Finished(code, self.out.read_text(), self.err.read_text(), self, time.monotonic())
+        # pytest shows this when the test fails later on.
+        print(f"--- a job ended with {code} and printed\n{done.out}\n--- its errors\n{done.err}")
+        return done
 
     def wait_for(self, text: str, times: int, seconds: float) -> None:
         """Wait until the job has printed `text` so often."""
         limit = time.monotonic() + seconds
-        while self.out.read_text().count(text) < times:
-            if time.monotonic() > limit or self.process.poll() is not None:
+        while True:
+            over = time.monotonic() > limit or self.process.poll() is not None
+            if self.out.read_text().count(text) >= times:
+                return
+            if over:
                 self.kill()
                 raise AssertionError(f"{text!r} did not come\n{self.out.read_text()}\n{self.err.read_text()}")
             time.sleep(0.05)
@@ -74,6 +83,8 @@ class Running:
         limit = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < limit:
             time.sleep(0.1)
+        if left:
+            print(f"--- left of a job\n{self.where()}\n{self.err.read_text()}")
         return left
 
     def where(self) -> str:
@@ -91,8 +102,11 @@ class Running:
                 if _handles(folder, signal.SIGUSR1):
                     with self.err.open("a") as err:
                         err.write(f"\n--- stacks of process {pid}\n")
+                    before, limit = self.err.stat().st_size, time.monotonic() + STACKS_SECONDS
                     os.kill(pid, signal.SIGUSR1)
-                    time.sleep(0.3)
+                    while self.err.stat().st_size == before and time.monotonic() < limit:
+                        time.sleep(0.05)
+                    time.sleep(0.3)  # the rest of them
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
         return "\n".join(lines)
@@ -120,6 +134,19 @@ def copies_of(pid: int) -> list[int]:
     return found
 
 
+def warm_fork_server() -> None:
+    """Start the fork server that ranks of this process come from, and wait for its imports: they count for no time limit."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    process = context.Process(target=_nothing)
+    process.start()
+    process.join()
+
+
+def _nothing() -> None:
+    pass
+
+
 def _handles(folder: Path, number: signal.Signals) -> bool:
     """Whether a process has a handler of its own for a signal that would end it."""
     caught = next(line for line in (folder / "status").read_text().splitlines() if line.startswith("SigCgt:"))
@@ -133,8 +160,14 @@ class Finished:
     code: int
     out: str
     err: str
-    seconds: float
     job: Running
+    ended: float
+
+    @property
+    def seconds_since_struck(self) -> float:
+        """From the planned failure to the end: before it ranks import, for as long as that takes on busy cores."""
+        (line, *_) = [line for line in self.out.splitlines() if line.startswith("STRUCK ")]
+        return self.ended - float(line.split()[1])
 
     @property
     def reports(self) -> dict[int, dict[str, Any]]:
@@ -165,8 +198,7 @@ def start(
     command = [*(launcher or ()), str(HERE / script), *arguments]
     if launcher is None:
         warm = start_warm(*command, folder=folder, environment=environment, out=out, err=err)
-        # From here: the first of a session has waited for the imports that all share.
-        return Running(warm, tag, out, err, time.monotonic())
+        return Running(warm, tag, out, err)
     # A shell that runs tests in the background has them ignore SIGINT, which jobs would inherit.
     interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with out.open("a") as out_file, err.open("a") as err_file:
@@ -180,9 +212,9 @@ def start(
             start_new_session=True,
             preexec_fn=interruptible,
         )
-    return Running(process, tag, out, err, time.monotonic())
+    return Running(process, tag, out, err)
 
 
-def run(folder: Path, *arguments: str, seconds: float = 50.0, **options: Any) -> Finished:
+def run(folder: Path, *arguments: str, seconds: float = 200.0, **options: Any) -> Finished:
     """Start `job.py` and wait for its end."""
     return start(folder, *arguments, **options).wait(seconds)

@@ -53,6 +53,15 @@ def test_a_frozen_rank_0_is_named_by_the_others() -> None:
     assert len(noticed) >= 2
 
 
+def test_a_pause_of_the_whole_machine_is_nobodys_silence() -> None:
+    clock, store = Clock(), HashStore()
+    pulses = [Pulse(rank, 3, clock) for rank in range(3)]
+    assert _run(clock, store, pulses, 10.0) == []
+    clock.now += 3 * SILENCE_SECONDS
+    assert _run(clock, store, pulses[::-1], 60.0) == []  # whoever looks first looks before the others have run
+    assert set(_run(clock, store, pulses[:2], SILENCE_SECONDS + 2 * BEAT_SECONDS)) == {2}
+
+
 def test_ranks_other_than_0_do_not_watch_each_other() -> None:
     clock, store = Clock(), HashStore()
     pulses = [Pulse(rank, 3, clock) for rank in range(3)]

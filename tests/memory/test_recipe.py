@@ -43,7 +43,7 @@ def model():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_every_category_at_every_step_to_the_byte(recorded, model, rank):
     folder, _ = recorded
@@ -78,7 +78,7 @@ def test_every_category_at_every_step_to_the_byte(recorded, model, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_exactly_three_steps_overflow_and_the_pictures_are_there(recorded):
     folder, _ = recorded
     for rank in range(RANKS):

@@ -16,7 +16,7 @@ from tests.ranks.pool import RankPool
 pytestmark = pytest.mark.alone
 SECONDS = 0.012
 REPEATS = 2
-TRIES = 5
+TRIES = 10
 POINTS = 0.05
 
 

@@ -15,7 +15,7 @@ SMALL = ["model.decoder.hidden_size=48", "model.decoder.intermediate_size=96", "
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_any_schedule_by_override_ends_with_both_charts_and_says_where_they_are(tmp_path):
     status, output = run_warm(
         "-m", "lightning_5d.cli", "train", "recipe=pipeline_demo", "pipeline.schedule=zb_v", *SMALL,

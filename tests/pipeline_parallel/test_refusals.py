@@ -20,7 +20,7 @@ from tests.ranks.pool import RankPool
 from tests.trainers import quiet
 
 TRAINER: dict[str, Any] = {"backend": None, "timeout": 30.0}
-SECONDS = 15
+SECONDS = 30
 
 
 def _refused(pipeline: PipelineParallel, devices: int = 2, *others: Any) -> str:

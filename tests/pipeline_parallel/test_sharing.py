@@ -120,4 +120,4 @@ def test_what_cannot_be_shared_ends_every_stage_at_once(ranks: RankPool, wrong: 
     started = time.monotonic()
     with pytest.raises(RankError, match=message):
         ranks(2, _weighted, 2, wrong, **TRAINER)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30

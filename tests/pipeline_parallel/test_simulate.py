@@ -90,13 +90,13 @@ def test_times_per_stage_must_be_as_many_as_stages():
 
 @pytest.mark.alone
 def test_a_large_schedule_takes_well_under_a_second():
-    started = time.perf_counter()
+    started = time.process_time()
     schedule = make_schedule("interleaved_1f1b", 16, 64, chunks=8)
     assert validate(schedule) == []
     simulation = simulate(schedule)
     assert simulation.bubble_ratio == pytest.approx(15 * 3 / 8 / (15 * 3 / 8 + 192))
     assert max(simulation.peak_activations) == 16 * (1 + 15 / 128)
-    assert time.perf_counter() - started < 2  # 0.2 s on one idle core
+    assert time.process_time() - started < 2  # 0.2 s on one idle core
 
 
 def test_durations_say_what_they_are():

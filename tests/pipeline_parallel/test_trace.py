@@ -192,12 +192,12 @@ def test_an_event_costs_less_than_2_microseconds():
     recorder = Recorder()
 
     def cost():
-        start = time.perf_counter()
-        for microbatch in range(5000):
+        start = time.thread_time()  # others may run meanwhile
+        for microbatch in range(500):
             recorder.end(recorder.begin(), "F", 0, microbatch, 1)
-        return (time.perf_counter() - start) / 5000
+        return (time.thread_time() - start) / 500
 
-    assert min(cost() for _ in range(5)) < 2e-6
+    assert min(cost() for _ in range(50)) < 2e-6
     assert len(recorder.take()) == 25000
 
 

@@ -1,9 +1,13 @@
 """What travels between the pool and a rank process."""
 
+import re
 from dataclasses import dataclass, field
 
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+from lightning_5d.launch.failure import LOST_PEER
+
 NAMES_ANOTHER = "lightning_5d.launch.failure.RankFailure: rank "
+STOPPED_FOR_ANOTHER = re.compile(r"^(\[rank \d+\] stopped: )?rank \d+ of \d+ failed first: ", re.MULTILINE)
+"""What a process that its supervisor ends prints before."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,17 @@ class Report:
         return self.signal_or_code is not None or (self.outcome is not None and self.outcome.failure is not None)
 
     @property
+    def tells_of_another(self) -> bool:
+        """Whether the failure is another rank's, as this rank was told of it."""
+        if self.signal_or_code is not None:
+            return STOPPED_FOR_ANOTHER.search(self.log) is not None
+        return NAMES_ANOTHER in self._text
+
+    @property
     def secondary(self) -> bool:
-        """Whether the failure only says that another rank is gone."""
-        text = self.outcome.failure if self.outcome is not None and self.outcome.failure is not None else ""
-        # Rank 0 of a job repeats the failure of another in full, the rest only name it.
-        named = self.rank != 0 and NAMES_ANOTHER in text
-        return named or any(sign in text for sign in LOST_PEER)
+        """Whether the failure only says that another rank failed, or is gone."""
+        return self.tells_of_another or any(sign in self._text for sign in LOST_PEER)
+
+    @property
+    def _text(self) -> str:
+        return (self.outcome.failure or "") if self.outcome is not None else ""

@@ -22,10 +22,11 @@ class RankError(Exception):
 
 
 def describe(reason: str, first: Report | None, reports: list[Report]) -> str:
-    """The reason, the first failure in full, one line for each other rank, stacks of those that hung, and output."""
+    """The reason, all failures in full, the first before the others, one line for each rank, stacks of those that hung, and output."""
     parts = [reason]
-    if first is not None and first.outcome is not None and first.outcome.failure:
-        parts.append(f"--- rank {first.rank}\n{first.outcome.failure.rstrip()}")
+    for report in sorted(reports, key=lambda report: report is not first):
+        if report.outcome is not None and report.outcome.failure:
+            parts.append(f"--- rank {report.rank}\n{report.outcome.failure.rstrip()}")
     parts.append("--- all ranks\n" + "\n".join(f"rank {report.rank}: {_line(report)}" for report in reports))
     parts += [f"--- rank {report.rank} was here\n{report.stacks.rstrip()}" for report in reports if report.stacks]
     parts += [

@@ -11,6 +11,7 @@ from tests.ranks.pool import RankPool
 def rank_pool() -> Iterator[RankPool]:
     """One pool for the whole session."""
     with RankPool() as pool:
+        pool.start()
         yield pool
 
 

@@ -21,14 +21,15 @@ import torch.distributed as dist
 from tests.ranks.call import Call, Report
 from tests.ranks.failure import RankError, describe
 from tests.ranks.forks import Forked, ForkServer
+from tests.ranks.grace import TICK_SECONDS, Grace
 from tests.ranks.state import HELD_GROUPS
 from tests.ranks.worker import HOST
 
 MOST_RANKS = 16
-PEER_GRACE_SECONDS = 1.0
-"""How long the others may still answer after the first failure: their own errors help to understand it."""
-DUMP_SECONDS = 2.0
-TIDY_SECONDS = 15.0
+SLOWEST = 4.0
+"""How many times longer than on an idle machine a call may take."""
+DUMP_SECONDS = 10.0
+TIDY_SECONDS = 60.0
 
 
 @dataclass(eq=False)
@@ -67,6 +68,10 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def start(self) -> None:
+        """Do what the first call would else wait for, whose test may look at the clock."""
+        self._ready(1)
+
     def close(self) -> None:
         """End every process of the pool."""
         self._kill(self._workers)
@@ -97,7 +102,8 @@ class RankPool:
             world_size: number of ranks, 1 to 16.
             function: a function at the top level of a module.
             args: passed on; must be picklable.
-            timeout: seconds until the whole set is killed and the stacks of the ranks that hung are shown.
+            timeout: seconds that the call may take on an idle machine. After `SLOWEST` times as many the whole set is killed
+                and the stacks of the ranks that hung are shown.
             backend: of the process group that is ready when `function` starts; None prepares the environment only,
                 as torchrun does, for code that sets up its own (a `Trainer`).
             env: further environment variables; None removes one.
@@ -114,7 +120,8 @@ class RankPool:
         payload = pickle.dumps((function, args, kwargs))
         workers = self._ready(world_size)
         store = _store()
-        deadline = time.monotonic() + timeout
+        seconds = SLOWEST * timeout
+        deadline = time.monotonic() + seconds
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         reports = [Report(rank) for rank in range(world_size)]
         for rank, worker in enumerate(workers):
@@ -125,7 +132,7 @@ class RankPool:
                 port=store.port,
                 store=str(folder / "store"),
                 backend=backend,
-                seconds=timeout,
+                seconds=seconds,
                 environment=dict(env or {}),
                 path=list(sys.path),
                 folder=os.getcwd(),
@@ -137,10 +144,7 @@ class RankPool:
                 worker.calls.send(call)
         reusable = spent = False
         try:
-            reason, first = self._wait(workers, reports, folder, deadline, timeout)
-            for report in reports:
-                log = folder / f"{report.rank}.log"
-                report.log = log.read_text(errors="replace") if log.exists() else ""
+            reason, first = self._wait(workers, reports, folder, deadline, seconds)
             if reason is None:
                 spent = self._tidy(workers, reports)
                 first = next((report for report in reports if report.leftovers), None)
@@ -161,9 +165,10 @@ class RankPool:
         return [pickle.loads(report.outcome.result) for report in reports if report.outcome and report.outcome.result]
 
     def _wait(
-        self, workers: Sequence[Worker], reports: list[Report], folder: Path, deadline: float, timeout: float
+        self, workers: Sequence[Worker], reports: list[Report], folder: Path, deadline: float, seconds: float
     ) -> tuple[str | None, Report | None]:
         failures: list[Report] = []
+        grace = Grace([worker.pid for worker in workers])
         waiting = dict(enumerate(workers))
         with selectors.DefaultSelector() as selector:
             assert self._server is not None
@@ -171,32 +176,38 @@ class RankPool:
             for rank, worker in waiting.items():
                 selector.register(worker.calls, selectors.EVENT_READ, rank)
             while waiting and time.monotonic() < deadline:
-                for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                ready = selector.select(min(TICK_SECONDS, max(0.0, deadline - time.monotonic())))
+                if failures and not ready and grace.over(failures, waiting):
+                    break
+                for key, _ in ready:
                     if key.data is None:
                         self._server.read_exit()
+                    else:
+                        # At the end of file the rank is waited for until its exit status comes from the server.
+                        selector.unregister(key.fileobj)
+                        _receive(workers[key.data], reports[key.data])
+                for rank in list(waiting):
+                    report, status = reports[rank], workers[rank].status
+                    if report.outcome is None and status is not None:
+                        _receive(workers[rank], report)  # what it said last
+                    if report.outcome is None and status is None:
                         continue
-                    selector.unregister(key.fileobj)
-                    # At the end of file the rank is waited for until its exit status comes from the server.
-                    with contextlib.suppress(EOFError, ConnectionResetError):
-                        reports[key.data].outcome = waiting[key.data].calls.recv()
-                        del waiting[key.data]
-                        if reports[key.data].failed:
-                            failures.append(reports[key.data])
-                for rank, worker in enumerate(workers):
-                    if worker.status is not None and reports[rank].outcome is None and not reports[rank].failed:
-                        reports[rank].signal_or_code = _ending(worker.status)
-                        failures.append(reports[rank])
-                        waiting.pop(rank, None)
-                if failures:
-                    deadline = min(deadline, time.monotonic() + PEER_GRACE_SECONDS)
+                    del waiting[rank]
+                    if report.outcome is None and status is not None:
+                        report.signal_or_code = _ending(status)
+                        report.log = _read_log(rank, folder)
+                    if report.failed:
+                        failures.append(report)
         if waiting:
             self._dump(waiting, reports, folder)
+        for report in reports:
+            report.log = _read_log(report.rank, folder)
         if failures:
-            first = next((report for report in failures if not report.secondary), failures[0])
+            first = min(failures, key=_hearsay)
             return f"rank {first.rank} of {len(workers)} {first.signal_or_code or 'raised'}", first
         if waiting:
             still = ", ".join(map(str, waiting))
-            return f"time limit of {timeout:g} s passed on {len(workers)} ranks; still running: rank {still}", None
+            return f"time limit of {seconds:g} s passed on {len(workers)} ranks; still running: rank {still}", None
         return None, None
 
     def _tidy(self, workers: Sequence[Worker], reports: list[Report]) -> bool:
@@ -258,6 +269,24 @@ class RankPool:
         while any(worker.status is None for worker in workers):
             assert self._server is not None
             self._server.read_exit()
+
+
+def _hearsay(failure: Report) -> int:
+    """How far a failure is from where it began: rank 0 of a job repeats that of another in full, the rest only name it."""
+    if not failure.secondary:
+        return 0
+    return 1 if failure.rank == 0 and failure.tells_of_another else 2
+
+
+def _receive(worker: Worker, report: Report) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        if report.outcome is None and worker.calls.poll():
+            report.outcome = worker.calls.recv()
+
+
+def _read_log(rank: int, folder: Path) -> str:
+    log = folder / f"{rank}.log"
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 def _error(reason: str, first: Report | None, reports: list[Report]) -> RankError:

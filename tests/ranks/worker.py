@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_5d.launch import supervisor
 from tests.ranks.call import Call, Outcome
 from tests.ranks.state import ProcessState
 
@@ -25,6 +26,8 @@ def work(call_fd: int, control_fd: int) -> None:
     """Serve calls until the pool closes its end."""
     calls, control = Connection(call_fd), Connection(control_fd)
     torch.set_num_threads(1)
+    # A rank that fails later than another may do so much later on busy cores, and the pool ends those that wait.
+    supervisor.LAST_WORDS_SECONDS = 60.0
     stacks: list[str] = []
     threading.Thread(target=_obey, args=(control, stacks), daemon=True, name="rank-control").start()
     state = ProcessState()

@@ -26,4 +26,4 @@ def test_ranks_that_part_ways_end_when_the_time_limit_of_a_collective_has_passed
     started = time.monotonic()
     with pytest.raises(RankError, match=r"has waited 1 s for rank|Timed out waiting 1000ms|failed first"):
         ranks(2, _fit, backend=None, timeout=30.0)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 30

@@ -309,7 +309,7 @@ def test_a_rank_that_stops_alone_stops_all_at_the_same_step(
     found = ranks(2, _stops, stage, where, **TRAINER)
     assert found[0][0] == found[1][0]
     assert found[0][0] in (steps, steps - 1)
-    assert max(seconds for _, seconds in found) < 10
+    assert max(seconds for _, seconds in found) < 30
 
 
 class Leaves(TinyLM):
@@ -329,7 +329,7 @@ def test_a_rank_that_leaves_its_loop_is_told_where_the_others_are(ranks: RankPoo
         ranks(2, _leaves, **TRAINER)
     assert "rank 1 of 2 is at the end of an epoch (train, batch 3 of epoch 0)" in str(caught.value)
     assert "of the others 1 at a training step" in str(caught.value)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
 
 
 def _logged(parts: list[tuple[Tensor, int]], in_parts: bool) -> dict[str, float]:

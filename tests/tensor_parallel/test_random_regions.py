@@ -318,11 +318,11 @@ def test_a_region_costs_less_than_30_microseconds() -> None:
 
     def timed() -> float:
         best = 1.0
-        for _ in range(20):
-            start = time.perf_counter()
+        for _ in range(100):
+            start = time.thread_time()  # others may run meanwhile
             for _ in range(50):
                 model(x)
-            best = min(best, (time.perf_counter() - start) / 50)
+            best = min(best, (time.thread_time() - start) / 50)
             model.inside.masks.clear()
             model.residual.masks.clear()
         return best

@@ -49,9 +49,10 @@ class SlowRank0(SaveOnZero):
 
 
 def _slow_rank_0(rank: int, stage: int, path: str) -> int:
-    communication.PATIENCE_SECONDS = 0.5
     trainer = zero(stage, 2)
-    trainer.fit(SlowRank0(path), loader(16))
+    with pytest.MonkeyPatch.context() as patch:  # the process goes on to other tests
+        patch.setattr(communication, "PATIENCE_SECONDS", 0.5)
+        trainer.fit(SlowRank0(path), loader(16))
     return trainer.global_step
 
 
@@ -68,7 +69,7 @@ def test_64_saving_on_rank_0_alone_is_a_quick_clear_error(
     started = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)waited 2 s in save_checkpoint for rank 1.*every rank"):
         ranks(4 if axis else 2, _save_on_zero, stage, axis, str(tmp_path / "x.ckpt"), **TRAINER)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
     assert not (tmp_path / "x.ckpt").exists()
 
 

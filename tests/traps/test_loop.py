@@ -15,8 +15,6 @@ from tests.ranks.pool import RankPool
 from tests.trainers import plain, whole, zero
 from tests.traps.replicas import STAGES, TRAINER, one_and_same, replicated
 
-QUICK = {"backend": None, "timeout": 8.0}
-
 
 class Disagreeing(TinyLM):
     """Logs on one rank only, or in another order on each."""
@@ -54,7 +52,7 @@ def _disagreeing(rank: int, stage: int, ranks: int, how: str) -> tuple[dict[str,
 def test_58_keys_logged_by_some_ranks_or_in_another_order_are_the_mean_over_those_that_logged(
     ranks: RankPool, how: str, world: int, stage: int
 ) -> None:
-    results = ranks(world, _disagreeing, stage, world, how, **QUICK)
+    results = ranks(world, _disagreeing, stage, world, how, **TRAINER)
     metrics = one_and_same([result[0] for result in results])
     mean = (world - 1) / 2
     right = {
@@ -65,7 +63,7 @@ def test_58_keys_logged_by_some_ranks_or_in_another_order_are_the_mean_over_thos
     for name, value in right.items():
         assert metrics[f"{name}_step"] == pytest.approx(value)
         assert metrics[f"{name}_epoch"] == pytest.approx(value)
-    assert all(result[1] < 10 for result in results)
+    assert all(result[1] < 30 for result in results)
 
 
 class Monitored(TinyLM):

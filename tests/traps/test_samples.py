@@ -144,7 +144,7 @@ def test_77_data_that_cannot_give_every_rank_a_batch_are_refused(
     started = time.monotonic()
     with pytest.raises(RankError, match="(?s)" + says):
         ranks(ranks_, _small, ranks_, count, batch_size, drop_last, **TRAINER)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
 
 
 def _evaluated(rank: int, ranks: int, count: int) -> Any:

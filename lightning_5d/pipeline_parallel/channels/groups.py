@@ -120,12 +120,18 @@ class GroupChannels(Channels):
 
     def _send(self, memory: Tensor, to: int) -> None:
         group, peer = _line(self._out, to)
-        work: dist.Work = dist.isend(memory, group=group, group_dst=peer, tag=_TAG)  # type: ignore[assignment]
+        try:
+            work: dist.Work = dist.isend(memory, group=group, group_dst=peer, tag=_TAG)  # type: ignore[assignment]
+        except RuntimeError as error:  # it was gone before
+            raise _not_taken(to, error) from error
         self._outbox.add(work, memory, to)
 
     def _receive(self, memory: Tensor, source: int) -> dist.Work:
         group, peer = _line(self._in, source)
-        work: dist.Work = dist.irecv(memory, group=group, group_src=peer, tag=_TAG)  # type: ignore[assignment]
+        try:
+            work: dist.Work = dist.irecv(memory, group=group, group_src=peer, tag=_TAG)  # type: ignore[assignment]
+        except RuntimeError as error:  # it was gone before
+            raise _not_sent(source, error) from error
         return work
 
 
@@ -141,11 +147,19 @@ class _Expected(Arriving):
             try:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"No message has come from rank {self._source} of the pipeline, which is gone or did not send one in time. Its"
-                    f" own output may say why. ({error})"
-                ) from error
+                raise _not_sent(self._source, error) from error
         return tensors
+
+
+def _not_sent(source: int, error: RuntimeError) -> RuntimeError:
+    return RuntimeError(
+        f"No message has come from rank {source} of the pipeline, which is gone or did not send one in time. Its own output may say"
+        f" why. ({error})"
+    )
+
+
+def _not_taken(to: int, error: RuntimeError) -> RuntimeError:
+    return RuntimeError(f"Rank {to} of the pipeline has not taken a message, and may be gone. ({error})")
 
 
 class ThreadOutbox(Outbox):
@@ -195,7 +209,7 @@ class ThreadOutbox(Outbox):
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
-                failed = RuntimeError(f"Rank {to} of the pipeline has not taken a message, and may be gone. ({error})")
+                failed = _not_taken(to, error)
             del each, work, _  # or the memory would be kept until there is another one
             with self._changed:
                 self._open -= 1

@@ -87,11 +87,17 @@ def test_measured_costs_are_those_of_both_directions_and_leave_no_trace() -> Non
         parameter.grad = torch.ones_like(parameter)
     state = {name: value.clone() for name, value in module.state_dict().items()}
     random = torch.get_rng_state()
-    costs = measure_costs(module, (torch.randn(3, 4, generator=torch.Generator()), torch.zeros(3, 4)), repeats=1)
     right = [0.03, 0.04, 0.06, 0.04, 0.06, 0.06]
-    found = [costs.before, *(costs.blocks[f"net.blocks.{index}"] for index in range(4)), costs.after]
-    for seconds, slept in zip(found, right, strict=True):
-        assert slept <= seconds < slept + 0.1
+    least = [100.0] * 6
+    for _ in range(10):  # another load on the machine may disturb some measurements
+        costs = measure_costs(module, (torch.randn(3, 4, generator=torch.Generator()), torch.zeros(3, 4)), repeats=1)
+        found = [costs.before, *(costs.blocks[f"net.blocks.{index}"] for index in range(4)), costs.after]
+        assert all(slept <= seconds for seconds, slept in zip(found, right, strict=True))
+        least = list(map(min, least, found))
+        if all(seconds < slept + 0.02 for seconds, slept in zip(least, right, strict=True)):
+            break
+    for seconds, slept in zip(least, right, strict=True):
+        assert seconds < slept + 0.02
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(inner.training for inner in module.modules())
     assert all(bool((parameter.grad == 1).all()) for parameter in module.parameters())
