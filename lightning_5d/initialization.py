@@ -33,6 +33,14 @@ def module_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Sets the CPU's generator, and that of the device if it is another."""
+    # Not `torch.manual_seed`: it looks for every kind of device there is, and through the whole call stack, each time.
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
 def meta_tensors(module: nn.Module) -> list[str]:
     """Names of the module's parameters and buffers that are on the meta device."""
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -157,7 +165,7 @@ def _initial_values(
             twin._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
     devices = [device.index or 0] if device.type != "cpu" else []
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"), torch.no_grad():
-        torch.manual_seed(seed)
+        seed_generators(seed, device)
         initialize(twin)
     values = {**twin._parameters, **twin._buffers}
     return {key: tensor.detach() for key, tensor in values.items() if tensor is not None}

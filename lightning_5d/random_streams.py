@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_5d.initialization import module_seed, run_seed
+from lightning_5d.initialization import module_seed, run_seed, seed_generators
 from lightning_5d.mesh import DATA_AXES, ParallelMesh
 
 if TYPE_CHECKING:
@@ -43,13 +43,9 @@ def step_stream(
     with torch.random.fork_rng(
         devices=[device.index or 0] if accelerated else [], device_type=device.type if accelerated else "cuda"
     ):
-        torch.manual_seed(seed)
+        seed_generators(seed, device)
         yield partial(_begin_part, seed, device)
 
 
 def _begin_part(seed: int, device: torch.device, name: str) -> None:
-    # Not `torch.manual_seed`, which looks for every kind of device there is, each time.
-    part = module_seed(seed, name)
-    torch.default_generator.manual_seed(part)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(part)
+    seed_generators(module_seed(seed, name), device)

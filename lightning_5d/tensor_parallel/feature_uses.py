@@ -14,6 +14,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -97,6 +98,8 @@ class Trace(TorchFunctionMode):
         self._weights = {id(weight): name for name, weight in parameters if name in self._partial}
         handles: list[Any] = []
         for layer, is_column in self._layers.items():
+            if type(layer) is nn.Linear and "forward" not in vars(layer):
+                handles.append(_Shapes(layer))
             handles.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
             handles.append(layer.register_forward_hook(partial(self._behind_layer, is_column)))
         return handles
@@ -175,6 +178,29 @@ class Trace(TorchFunctionMode):
     def _find(self, what: str, line: str | None) -> None:
         if self.finding is None:
             self.finding = what + (f", {line}" if line else "")
+
+
+class _Shapes:
+    """Runs a linear layer without its operations, which are most of a region's and which nobody looks at. Without values only.
+
+    Args:
+        layer: The layer, until `remove`.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+        layer.forward = self._forward  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Gives the layer its own forward back."""
+        del self._layer.forward
+
+    def _forward(self, input: Tensor) -> Tensor:
+        weight = self._layer.weight
+        fits = input.shape[-1:] == weight.shape[1:] and input.dtype == weight.dtype and input.device == weight.device
+        if fits and not torch.is_autocast_enabled(input.device.type):
+            return input.new_empty((*input.shape[:-1], weight.shape[0]))
+        return nn.Linear.forward(self._layer, input)  # it fails, or makes another dtype
 
 
 def different(whole: Sequence[Operation], cut: Sequence[Operation]) -> str | None:

@@ -286,7 +286,7 @@ class _Watch(TorchFunctionMode):
         self._checked.add(self._whole[name].key)
         inputs = self._inputs_of_whole(name, heads)
         with self._unwatched():
-            found = self._whole[name].uses(self._module.get_submodule(name), *inputs)
+            found = self._whole[name].uses(self._module.get_submodule(name), *inputs, ran=bool(heads))
         if found is not None:
             raise MisconfigurationException(
                 f"{self._named(name)} {found}. It has a part of the features, or the heads, on each of {self._size} ranks of the tensor axis,"

@@ -12,7 +12,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -97,6 +97,8 @@ class WholeRegion:
                 shape[rows.dim] = rows.whole
             self._shapes[name] = tuple(shape)
         self.key = type(module), tuple(self._shapes.values())
+        self._mode: FakeTensorMode | None = None
+        self._traced: Trace | None = None
         known = {attribute for _, attribute in region.attributes}
         self._widths = {shape[0] for name, shape in self._shapes.items() if prefix + name in layout.weights}
         self._numbers = {key: value for key, value in _numbers(module) if key not in known}
@@ -120,10 +122,12 @@ class WholeRegion:
         if self._hollow is None:
             return _NotAloneError()
         recorder = Recorder()
-        error = self._run(self._hollow, module, self._shapes, args, kwargs, recorder)
+        trace = self._trace(self._hollow) if self._plain else None
+        error = self._run(self._hollow, module, self._shapes, args, kwargs, trace, recorder)
+        self._traced = trace if error is None else None
         return recorder.found if error is None else error
 
-    def uses(self, module: nn.Module, args: Any, kwargs: Any) -> str | None:
+    def uses(self, module: nn.Module, args: Any, kwargs: Any, *, ran: bool = False) -> str | None:
         """What the region's code does that is something else on a part of the features, as the end of a sentence.
 
         ``None`` if nothing is seen, or if it does not run without values.
@@ -132,6 +136,7 @@ class WholeRegion:
             module: The region's module, with this rank's parts of its weights.
             args: Positional arguments, as `outlined`.
             kwargs: Keyword arguments, as `outlined`.
+            ran: `run` has been the call before, with the same arguments: the whole region is not run again.
         """
         if not self._plain or self._hollow is None:
             return None
@@ -140,10 +145,14 @@ class WholeRegion:
         for name, inner in module.named_modules():  # counts as they are now
             now = {key: value for key, value in vars(inner).items() if not key.startswith("_") and key != "forward"}
             vars(part.get_submodule(name)).update(now)
-        whole_trace, part_trace = self._trace(self._hollow), self._trace(part)
-        for hollow, shapes, trace in ((self._hollow, self._shapes, whole_trace), (part, local, part_trace)):
-            if self._run(hollow, module, shapes, args, kwargs, trace) is not None:
+        whole_trace, self._traced = self._traced, None
+        if whole_trace is None or not ran:
+            whole_trace = self._trace(self._hollow)
+            if self._run(self._hollow, module, self._shapes, args, kwargs, whole_trace) is not None:
                 return None
+        part_trace = self._trace(part)
+        if self._run(part, module, local, args, kwargs, part_trace) is not None:
+            return None
         return whole_trace.finding or different(whole_trace.operations, part_trace.operations)
 
     def _trace(self, hollow: nn.Module) -> Trace:
@@ -162,34 +171,43 @@ class WholeRegion:
         shapes: Mapping[str, tuple[int, ...]],
         args: Any,
         kwargs: Any,
-        observer: Recorder | Trace,
+        trace: Trace | None,
+        recorder: Recorder | None = None,
     ) -> Exception | None:
         now = dict(module.named_parameters(remove_duplicate=False))
         handles: list[Any] = []
         try:
-            # Private; checked with torch 2.13. Nobody else knows the shapes of any operation on any device.
-            with _quietly(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            with _quietly(), self._without_values(), torch.no_grad():
                 for name, shape in shapes.items():
                     owner, _, attribute = name.rpartition(".")
                     like = now[name]
-                    empty = torch.empty(shape, dtype=like.dtype, device=like.device)
-                    hollow.get_submodule(owner)._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
+                    weight = torch.empty(shape, dtype=like.dtype, device=like.device)
+                    # What makes it a parameter, checked with torch 2.13; the class itself would run several operations more.
+                    weight._is_param = True
+                    hollow.get_submodule(owner)._parameters[attribute] = weight  # type: ignore[assignment]
                 hollow.train(module.training)
                 args, kwargs = tree_map(lambda leaf: _empty(leaf, now), (args, kwargs))
-                if isinstance(observer, Trace):
-                    handles = observer.follow(hollow)
+                if trace is not None:
+                    handles = trace.follow(hollow)
                     place = door_of(args, kwargs)
-                    observer.entered(None if place is None else argument(args, kwargs, place))
-                with observer:
+                    trace.entered(None if place is None else argument(args, kwargs, place))
+                with trace or nullcontext(), recorder or nullcontext():
                     output = hollow(*args, **kwargs)
-                if isinstance(observer, Trace):
-                    observer.returned(output)
+                if trace is not None:
+                    trace.returned(output)
         except Exception as error:  # whatever the user's code cannot do without values
             return error
         finally:
             for handle in handles:
                 handle.remove()
         return None
+
+    def _without_values(self) -> FakeTensorMode:
+        # Private; checked with torch 2.13. Nobody else knows the shapes of any operation on any device. It is kept: to make one looks
+        # through the whole call stack.
+        if self._mode is None:
+            self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        return self._mode
 
 
 @contextmanager

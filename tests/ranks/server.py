@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import pickle
+import pkgutil
 import select
 import signal
 import socket
@@ -48,7 +49,10 @@ def main(request_fd: int, parent: int) -> int:
         importlib.import_module(name)
     # The code under test: when it does not import, the calls say so.
     with contextlib.suppress(Exception):
-        importlib.import_module("lightning_5d")
+        for found in pkgutil.walk_packages(importlib.import_module("lightning_5d").__path__, "lightning_5d."):
+            if not found.name.endswith("__main__"):
+                with contextlib.suppress(Exception):
+                    importlib.import_module(found.name)
     threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
     if threads != 1:
         raise RuntimeError(f"preloading started {threads - 1} threads: a fork would lose them")

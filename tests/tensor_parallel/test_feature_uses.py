@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_5d import FiveD, TensorParallel
 from lightning_5d.data_parallel.compatibility import module_problems
 from lightning_5d.parallelism import RunContext
 from lightning_5d.plan import ParallelPlan
+from lightning_5d.tensor_parallel.feature_uses import Trace
 from lightning_5d.tensor_parallel.first_step import FirstStep
 from lightning_5d.tensor_parallel.plan import layout_of
 from tests.ranks.failure import RankError
@@ -204,3 +206,34 @@ def test_hooks_on_parameters_and_averages_of_weights_are_refused_at_stage_0() ->
         "StochasticWeightAveraging averages whole parameters",
     ]
     assert module_problems(module, 0, 1, [StochasticWeightAveraging(1e-3)]) == []
+
+
+class Counted(Attention):
+    looks = 0
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        Counted.looks += isinstance(x_BTD, FakeTensor)
+        return super().forward(x_BTD)
+
+
+def test_a_region_is_looked_at_once_whole_and_once_cut_for_all_blocks_that_are_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Counted, "looks", 0)
+    watched(Counted)
+    assert Counted.looks == 2
+
+
+def test_a_linear_layer_that_is_looked_at_gives_what_its_own_forward_would() -> None:
+    layer = nn.Linear(4, 6)
+    handles = Trace({layer: True}).follow(layer)
+    assert layer(torch.ones(2, 3, 4)).shape == (2, 3, 6)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.ones(2, 5))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        layer(torch.ones(2, 4, dtype=torch.float64))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(2, 4)).dtype == torch.bfloat16
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(layer(torch.zeros(2, 4)), layer.bias.expand(2, 6))
