@@ -29,7 +29,9 @@ def test_three_axes(ranks: RankPool, stage: int, sequence: bool) -> None:
 
 def test_tied_embeddings_on_the_first_and_last_stage(ranks: RankPool) -> None:
     plugins = PipelineParallel(2, microbatches=4), TensorParallel(2, sequence_parallel=True)
-    compare(ranks, decoder(num_layers=3, tie_embeddings=True), *plugins, world=4)
+    # In fp32 Adam makes more of the rounding of small gradients than 1e-5 of a weight, on some processors.
+    module = decoder(num_layers=3, tie_embeddings=True)
+    compare(ranks, module, *plugins, world=4, tolerance=1e-9, precision="64-true")
 
 
 def test_sixteen_ranks(ranks: RankPool) -> None:

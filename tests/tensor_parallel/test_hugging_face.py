@@ -146,7 +146,16 @@ def _rows_of(name: str) -> Dealt:
 def test_encoders_train_by_a_plan_of_ones_own(ranks: RankPool, name: str, sequence: bool) -> None:
     tensor = TensorParallel(2, sequence_parallel=sequence, plan=ENCODERS[name])
     # Attention does not change when the same is added to all keys: the gradients of their biases are rounding alone.
-    compare(ranks, zoo.MODELS[name][0], tensor, world=2, data=partial(_rows_of, name), floor=1e-3)
+    compare(
+        ranks,
+        zoo.MODELS[name][0],
+        tensor,
+        world=2,
+        data=partial(_rows_of, name),
+        floor=1e-3,
+        tolerance=1e-9,
+        precision="64-true",
+    )
 
 
 def _continued(rank: int, strategy: Callable[[], FiveD] | None) -> list[list[int]]:

@@ -256,7 +256,8 @@ def test_adapters_around_columns_and_rows(ranks: RankPool) -> None:
 
 def _lengths(rank: int) -> float:
     """Blocks called with what is not the tensor of the block before, and one that is left out."""
-    reference, model = decoder(num_layers=3), decoder(num_layers=3)
+    # In double precision: of one token, gradients of queries and keys are rounding alone.
+    reference, model = decoder(num_layers=3).double(), decoder(num_layers=3).double()
     layout = decoder_layout(model, sequence=True)
     worst = 0.0
 
@@ -283,7 +284,7 @@ def _lengths(rank: int) -> float:
 
 
 def test_lengths_are_known_where_blocks_are_called_by_hand(ranks: RankPool) -> None:
-    assert max(ranks(2, _lengths)) < 1e-5
+    assert max(ranks(2, _lengths)) < 1e-9
 
 
 def _nothing_left(rank: int) -> None:
