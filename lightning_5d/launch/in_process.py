@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy
 
 _LOOPBACK = "127.0.0.1"
+START_SECONDS = {"fork": 60.0, "forkserver": 300.0, "spawn": 300.0}
+"""How long a rank may take to its first sign of life: others import torch and the script, a forked one has it all."""
+_LOOK_SECONDS = 1.0
 _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "lightning.pytorch", "lightning_5d"]
 
 
@@ -178,9 +181,19 @@ class InProcessLauncher(_MultiProcessingLauncher):
         payload: bytes | None = None
         first: Failure | None = None
         deadline: float | None = None
+        silent = set(running) if count > 1 else set()  # alone it has nobody to give signs of life to
+        waited = 0
         while running or pending:
             limit = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if silent:
+                limit = _LOOK_SECONDS if limit is None else min(limit, _LOOK_SECONDS)
             ready = wait([*pending, *(process.sentinel for process in running.values())], limit)
+            silent = {rank for rank in silent & set(running) if not board.add(f"alive/{rank}", 0)}
+            waited += not ready
+            if silent and first is None and waited * _LOOK_SECONDS > START_SECONDS[self._start_method]:
+                told = self._not_started(min(silent))
+                first = Failure.from_json(board.compare_set("failure", "", told.to_json()))
+                deadline = time.monotonic() + GRACE_SECONDS
             if results in ready and pending:
                 with contextlib.suppress(EOFError):
                     payload = results.recv_bytes()
@@ -203,6 +216,18 @@ class InProcessLauncher(_MultiProcessingLauncher):
         if payload is None:
             raise RankFailure("rank 0 ended without a result", Failure(0, "ended without a result"))
         return pickle.loads(payload)
+
+    def _not_started(self, rank: int) -> Failure:
+        method = self._start_method
+        why = (
+            '. What other threads of this process had locked when it was forked stays locked there: use start_method="popen" or'
+            ' "forkserver"'
+            if method == "fork"
+            else ""
+        )
+        return Failure(
+            rank, f'was started by "{method}" and has given no sign of life for {START_SECONDS[method]:.0f} s{why}'
+        )
 
     def _be_rank(
         self,
