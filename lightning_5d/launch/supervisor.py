@@ -103,13 +103,15 @@ class Supervisor:
         """Tell everyone that this rank raised.
 
         Returns:
-            What to raise: `error`, with a note of the rank, or a `RankFailure` if another rank failed before.
+            What to raise: `error`, with a note of the rank, or a `RankFailure` if another rank failed before. Where all
+            ranks fail alike, as when they find the same setting wrong, rank 0 raises its own, whichever was first.
         """
         self._reported = True
         self._deadline = time.monotonic() + LAST_WORDS_SECONDS
         if is_lost_peer(error):
             self._listen(LOST_PEER_SECONDS)
-        first = self.post(Failure.of(self._rank, error))
+        mine = Failure.of(self._rank, error)
+        first = self.post(mine)
         if isinstance(error, SIGTERMException):
             # It is a SystemExit without a code: the job would count as well done.
             error.code = error.code or 128 + signal.SIGTERM
@@ -119,6 +121,9 @@ class Supervisor:
             tell = self._rank == 0
             if tell:
                 self._told(self._store)
+                if mine.what == first.what:
+                    error.add_note(f"[rank {first.rank} of {self._world_size} failed first, and alike]")
+                    return error
             else:
                 _quiet_excepthook(
                     f"[rank {self._rank}] stopped: {first.describe(self._world_size, False)}", lambda: True
