@@ -111,6 +111,8 @@ def evaluated_rows(rows: int, ranks: int, batch_size: int, *, drop_last: bool, e
 class DealingConnector(_DataConnector):
     """Lightning's data connector, which repeats no row in evaluation, and lets ranks be without one in prediction.
 
+    Where there is one data rank, training data keep the order of the user's loader.
+
     Args:
         before: The connector in whose place this one is.
     """
@@ -145,9 +147,19 @@ class DealingConnector(_DataConnector):
     def _resolve_sampler(
         self, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
     ) -> Sampler[Any] | Iterable[Any]:
-        if mode == RunningStage.TRAINING or not self._requires_distributed_sampler(dataloader):
+        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1}
+        if (
+            mode == RunningStage.TRAINING
+            and place["num_replicas"] == 1
+            and type(dataloader.sampler) is SequentialSampler
+        ):
+            return dataloader.sampler  # Lightning would shuffle what one process does not
+        if (
+            mode == RunningStage.TRAINING
+            or place["num_replicas"] == 1
+            or not self._requires_distributed_sampler(dataloader)
+        ):
             return super()._resolve_sampler(dataloader, shuffle, mode)
-        place = self.trainer.distributed_sampler_kwargs or {}
         if mode == RunningStage.PREDICTING:
             _check_can_be_dealt_out(dataloader.batch_sampler, place["num_replicas"])
             return RowsOnce(dataloader.sampler, **place, shuffle=shuffle)

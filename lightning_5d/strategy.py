@@ -263,6 +263,7 @@ class FiveD(ParallelSteps):
             rank_zero_info(f"{self!r}: {self._mesh.describe()}")
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self._mesh.device_mesh  # for `configure_model`, as Lightning documents
+            deal_rows_once(self.lightning_module.trainer)
 
     @property
     @override
@@ -325,8 +326,6 @@ class FiveD(ParallelSteps):
             self.logs = attach_logs(trainer, self.mesh, self.root_device, self._timeout)
         if self.logs is not None:
             self.logs.without_waiting = self._post is not None
-        if self.mesh.size(*DATA_AXES) > 1:
-            deal_rows_once(trainer)
 
     def _parallelize(self, module: pl.LightningModule, fitting: bool) -> None:
         problems = []
