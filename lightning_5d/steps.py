@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_5d.batches import check_same_batch, leave_out_seen
 from lightning_5d.checkpoint.lightning_state import WholeCheckpoints, unwrapped
 from lightning_5d.communication import MeshCommunication
+from lightning_5d.finetuning import whole_weights_compared
 from lightning_5d.gradients import global_norms, scale_gradients
 from lightning_5d.logs import LogExchange
 from lightning_5d.loss import LossWindow, check_returned, weight_of, zero_like_loss
@@ -71,6 +72,7 @@ class ParallelSteps(WholeCheckpoints, MeshCommunication, ABC):
             self._schedules.enter_context(self._post.train(self.connected_module.trainer, self.logs.host_group))
         for applied in self.parallelized:
             self._schedules.enter_context(applied.training_context(self))
+        self._schedules.enter_context(whole_weights_compared())
         leave_out_seen(self.connected_module.trainer)
         self._schedules.enter_context(holding_schedules(self))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -18,7 +18,7 @@ _CALLBACKS: tuple[tuple[type, str, str], ...] = (
     (WeightAveraging, "copies the whole module before it is cut", "Average the weights of saved checkpoints"),
     (StochasticWeightAveraging, "copies the whole module before it is cut", "Average the weights of saved checkpoints"),
     (
-        BackboneFinetuning,
+        BaseFinetuning,
         "puts weights that a rank does not hold in param groups during the run",
         "Give the optimizer all weights, and freeze and unfreeze them in on_train_epoch_start",
     ),
