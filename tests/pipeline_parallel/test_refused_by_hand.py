@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from lightning_5d import FiveD, PipelineParallel
+from lightning_5d.launch import waiting
 from tests.modules import TinyLM, loader
 from tests.pipeline_parallel.recorded import rows
 from tests.ranks.failure import RankError
@@ -133,9 +134,14 @@ class Alone(Plain):
             clip_grad_norm_(self.parameters(), 1.0)
 
 
+def _fit_alone(rank: int) -> None:
+    waiting.WAIT_SECONDS = 3.0
+    _fit(rank, Alone)
+
+
 def test_a_rank_that_clips_alone_does_not_wait_for_ever(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"(?s)stood still for 20 s:.*rank 0: train, epoch 0, .*\(by_hand\)"):
-        ranks(2, _fit, Alone, backend=None, timeout=120.0)
+    with pytest.raises(RankError, match=r"(?s)stood still for 3 s:.*rank 0: train, epoch 0, .*\(by_hand\)"):
+        ranks(2, _fit_alone, **TRAINER)
 
 
 class Beside(Plain):

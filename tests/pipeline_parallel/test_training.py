@@ -87,4 +87,5 @@ def test_replicas_of_sharded_stages(ranks: RankPool) -> None:
 def test_sixteen_ranks(ranks: RankPool) -> None:
     pipeline = PipelineParallel(8, schedule="1f1b", microbatches=8)
     module = partial(TinyLM, layers=9)
-    _compare(ranks, module, 8, pipeline, ZeRO(stage=1), data_ranks=2, rows_per_step=16)
+    # In fp32 Adam makes more than 1e-5 of the rounding of small gradients on some processors.
+    _compare(ranks, module, 8, pipeline, ZeRO(stage=1), data_ranks=2, rows_per_step=16, precision="64-true")

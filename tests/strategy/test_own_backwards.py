@@ -1,5 +1,6 @@
 """A user's own backward in a step or a hook: the numbers of one process under every way of spreading data, or one clear error."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -34,8 +35,15 @@ def _trained(module: Attacked, layout: tuple[int, int, int] | None, arguments: d
     return {"weights": whole(module), "found": module.found, "metrics": metrics, "steps": trainer.global_step}
 
 
+@functools.cache
+def _alone(pool: RankPool, names: tuple[str, ...], arguments: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """What one process finds, once for all layouts."""
+    alone: dict[str, Any] = pool(1, _train, list(names), None, dict(arguments), **TRAINER, env={"WORLD_SIZE": None})[0]
+    return alone
+
+
 def _same(pool: RankPool, names: list[str], layout: tuple[int, int, int], **arguments: Any) -> None:
-    one = pool(1, _train, names, None, arguments, **TRAINER, env={"WORLD_SIZE": None})[0]
+    one = _alone(pool, tuple(names), tuple(arguments.items()))
     for found in pool(layout[1], _train, names, layout, arguments, **TRAINER):
         for name, expected in one.items():
             assert expected["steps"] >= 2
