@@ -247,7 +247,10 @@ def test_under_zero_the_router_and_its_bias_are_fp32_while_modules_compute_in_16
         "losses": torch.float32,
     }
     assert biases.seen[-1].dtype == torch.float32
-    torch.testing.assert_close(biases.seen[0].abs(), torch.full((4,), 0.1))
+    # An expert with the mean load, to the token, does not move.
+    moved = biases.seen[0].abs()
+    torch.testing.assert_close(moved[moved > 0], torch.full((int((moved > 0).sum()),), 0.1))
+    assert (moved > 0).sum() >= 2
     assert trainer.strategy.skipped_steps.total == 0
     assert {"train_balance_loss", "train_z_loss"} <= set(trainer.callback_metrics)
 

