@@ -224,7 +224,10 @@ def test_under_zero_the_router_and_its_bias_are_fp32_while_modules_compute_in_16
     seen: dict[str, torch.dtype] = {}
     biases, module = Biases(), language_model(balance=0.01, z=0.001)
 
+    loads = []
+
     def note(gate, args, output):
+        loads.append(output.index_NK.flatten().bincount(minlength=4))
         seen.update(weight=gate.weight.dtype, logits=output.logits_NE.dtype, bias=gate.expert_bias.dtype)
 
     gate, experts = module.decoder.layers[0].mlp.gate, module.decoder.layers[0].mlp.experts
@@ -247,10 +250,8 @@ def test_under_zero_the_router_and_its_bias_are_fp32_while_modules_compute_in_16
         "losses": torch.float32,
     }
     assert biases.seen[-1].dtype == torch.float32
-    # An expert with the mean load, to the token, does not move.
-    moved = biases.seen[0].abs()
-    torch.testing.assert_close(moved[moved > 0], torch.full((int((moved > 0).sum()),), 0.1))
-    assert (moved > 0).sum() >= 2
+    first = loads[0].float()
+    torch.testing.assert_close(biases.seen[0], 0.1 * (first.mean() - first).sign())
     assert trainer.strategy.skipped_steps.total == 0
     assert {"train_balance_loss", "train_z_loss"} <= set(trainer.callback_metrics)
 

@@ -318,8 +318,9 @@ def _fails(rank: int) -> str:
 
 
 def test_an_exception_does_not_wait_for_a_verdict(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match="on purpose"):
+    with pytest.raises(RankError, match="on purpose") as caught:
         ranks(2, _fails, **SEPARATE)
+    assert isinstance(caught.value.cause, ZeroDivisionError)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "dualpipe"])

@@ -109,11 +109,10 @@ def test_models_as_they_come_train_and_validate_as_in_one_process(
     worst = {}
     for index, (name, expected) in enumerate(zip(MODELS, alone, strict=True)):
         got = [each[index] for each in found]
-        worst[name] = apart(got, expected, 1e-6)
+        # As in encoders: gradients of biases of Phi's keys are rounding alone.
+        worst[name] = max(apart(got, expected, 1e-3 if name == "Phi" else 1e-6).values())
         assert got[0]["metrics"] == pytest.approx(expected["metrics"], rel=1e-5), name
-    for name, differences in worst.items():
-        # Rounding: on some processors 1.2e-5 of a gradient of Phi, of which Adam makes as much of weights of others.
-        assert max(differences.values()) < 3e-5, (name, differences)
+    assert max(worst.values()) < 1e-5, worst
 
 
 def _encoder(layers: str, columns: str, row: str, first: str, second: str) -> dict[str, str]:
