@@ -43,7 +43,7 @@ lint: $(READY)
 # Two processes: ranks of a test wait for each other most of the time. Worksteal: a module's tests stay together, mostly.
 test: $(READY) lint ## lint, types and the whole test suite
 	$(BIN)/python -m pytest -m "not alone" --numprocesses 2 --dist worksteal
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m alone $$(grep -rl mark.alone --include='test_*.py' tests)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,5 +1,6 @@
 """Fixtures for every test, and what is told of one that fails."""
 
+import gc
 from collections.abc import Generator
 
 import pytest
@@ -8,6 +9,18 @@ from _pytest._code.code import ExceptionRepr  # private; checked with pytest 9
 from tests.ranks.fixtures import rank_pool, ranks
 
 __all__ = ["rank_pool", "ranks"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: to look at it again and again took more than half of the time of light tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

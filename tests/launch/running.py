@@ -20,7 +20,7 @@ from tests.ranks.warm import WarmProcess, start_warm
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 PYTHON = (sys.executable,)
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 STACKS_SECONDS = 10.0
 """How long a process may take to write them; one that is frozen never does."""
 LAUNCH_NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
@@ -183,7 +183,7 @@ def start(
     env: Mapping[str, str] | None = None,
     script: str = "job.py",
 ) -> Running:
-    """Start a script of this folder with `arguments`: with the command `launcher`, else in a warm process."""
+    """Start a script of this folder with `arguments`: with the command `launcher`, or its module, or without, in a warm process."""
     tag = uuid.uuid4().hex
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_NAMES}
     environment |= {
@@ -196,7 +196,7 @@ def start(
     }
     out, err = folder / f"{tag}.out", folder / f"{tag}.err"
     command = [*(launcher or ()), str(HERE / script), *arguments]
-    if launcher is None:
+    if launcher is None or launcher[0] == "-m":
         warm = start_warm(*command, folder=folder, environment=environment, out=out, err=err)
         return Running(warm, tag, out, err)
     # A shell that runs tests in the background has them ignore SIGINT, which jobs would inherit.

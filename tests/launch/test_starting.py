@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_5d import FiveD, ZeRO
 from lightning_5d.launch import RankFailure, supervisor
 from lightning_5d.launch.rendezvous import listen
-from tests.launch.running import HERE, TORCHRUN, run, start
+from tests.launch.running import HERE, TORCHRUN, Finished, run, start
 from tests.ranks import RankError, RankPool
 from tests.ranks.warm import run_warm
 
@@ -91,10 +91,16 @@ def test_a_forked_rank_that_never_gets_to_run_is_named(tmp_path: Path) -> None:
     assert 'use start_method="popen" or "forkserver"' in printed
 
 
-def test_three_scripts_started_at_once_all_end_well(tmp_path: Path) -> None:
-    jobs = [start(tmp_path) for _ in range(3)]
-    for job in jobs:
-        done = job.wait(300)
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    """Three scripts started at once, by what each does after its run."""
+    folder = tmp_path_factory.mktemp("at_once")
+    jobs = {then: start(folder, "--then", then) for then in ("test", "again", "3")}
+    return {then: job.wait(300) for then, job in jobs.items()}
+
+
+def test_three_scripts_started_at_once_all_end_well(at_once: dict[str, Finished]) -> None:
+    for done in at_once.values():
         assert done.code == 0, done.err
         assert {rank: report["steps"] for rank, report in done.reports.items()} == {0: 4, 1: 4}, done.out + done.err
 
@@ -102,22 +108,18 @@ def test_three_scripts_started_at_once_all_end_well(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("then", ["test", "again"])
-def test_a_second_run_in_a_script_uses_the_same_ranks(tmp_path: Path, then: str) -> None:
-    done = run(tmp_path, "--then", then)
-    assert done.code == 0, done.err
+def test_a_second_run_in_a_script_uses_the_same_ranks(at_once: dict[str, Finished], then: str) -> None:
+    done = at_once[then]
     assert set(done.reports) == {0, 1}
     for rank, report in done.reports.items():
         assert report["leaked"] == {}
-        assert report.get("tested", True)
-        assert report.get("again", [rank, 2, 4]) == [rank, 2, 4]
+        assert report["tested"] if then == "test" else report["again"] == [rank, 2, 4]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_second_run_of_another_size_in_a_script_is_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, "--then", "3")
-    assert done.code == 0, done.err
-    assert "one of 2 ranks, and this Trainer wants 3" in done.reports[0]["error"]
+def test_a_second_run_of_another_size_in_a_script_is_refused(at_once: dict[str, Finished]) -> None:
+    assert "one of 2 ranks, and this Trainer wants 3" in at_once["3"].reports[0]["error"]
 
 
 @pytest.mark.slow
