@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_5d.launch import supervisor
+from tests.ranks import answer
 from tests.ranks.call import Call, Outcome
 from tests.ranks.state import ProcessState
 
@@ -64,7 +65,7 @@ def _serve(call: Call) -> Outcome:
     with open(call.stacks, "w") as stacks:
         faulthandler.dump_traceback_later(call.seconds, file=stacks)
         try:
-            result = pickle.dumps(_run(call))
+            result = answer.dumps(_run(call))
         except BaseException as error:
             failure = traceback.format_exc()
             with contextlib.suppress(Exception):
