@@ -255,6 +255,7 @@ class _Watch(TorchFunctionMode):
                     " sequence: all parts get the same numbers."
                 )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if name in self._cut:
             self._between = False
@@ -265,6 +266,7 @@ class _Watch(TorchFunctionMode):
             self._heads[name] = []
             self._inputs[name] = outlined(args, kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if name in self._cut:
             sequence = self._layout.sequence

@@ -111,6 +111,7 @@ class WholeRegion:
         }
         return ", ".join(f"{key}={value}" for key, value in sorted(chosen.items()))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> list[Heads] | Exception:
         """The heads of each call of attention in the whole region; an error if it does not run, or not without values.
 
@@ -127,6 +128,7 @@ class WholeRegion:
         self._traced = trace if error is None else None
         return recorder.found if error is None else error
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def uses(self, module: nn.Module, args: Any, kwargs: Any, *, ran: bool = False) -> str | None:
         """What the region's code does that is something else on a part of the features, as the end of a sentence.
 

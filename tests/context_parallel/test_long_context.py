@@ -1,4 +1,4 @@
-"""The recipe of long sequences, as a person starts it: one rank of four beside one process."""
+"""The recipe of long sequences: one rank of four beside one process."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_5d.memory.beside import RecordedRun
-from tests.ranks.warm import run_warm
+from tests.ranks.warm_job import run_warm_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -22,9 +22,9 @@ def test_each_of_four_ranks_keeps_a_quarter_of_the_activations_of_one_process(tm
     runs = {}
     for size in (1, 4):
         folder = tmp_path / str(size)
-        status, output = run_warm(
-            "-m", "lightning_5d.cli", "train", "recipe=long_context", f"context.size={size}", *SMALL,
-            f"hydra.run.dir={folder}", folder=ROOT, environment=os.environ, seconds=55,
+        status, output = run_warm_job(
+            size, "-m", "lightning_5d.cli", "train", "recipe=long_context", f"context.size={size}", *SMALL,
+            f"hydra.run.dir={folder}", folder=ROOT, environment=os.environ, seconds=150,
         )  # fmt: skip
         assert status == 0, output
         runs[size] = RecordedRun.load(folder / "memory")

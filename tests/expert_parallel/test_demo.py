@@ -1,4 +1,4 @@
-"""The recipe that trains a mixture of experts and draws their load, as a person starts it."""
+"""The recipe that trains a mixture of experts and draws their load."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.warm import run_warm
+from tests.ranks.warm_job import run_warm_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model.decoder.hidden_size=48", "model.decoder.intermediate_size=96", "trainer.limit_val_batches=0"]
@@ -16,8 +16,8 @@ SMALL = ["model.decoder.hidden_size=48", "model.decoder.intermediate_size=96", "
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_it_ends_with_a_chart_of_all_experts_of_both_ranks(tmp_path):
-    status, output = run_warm(
-        "-m", "lightning_5d.cli", "train", "recipe=moe_demo", *SMALL, "trainer.max_steps=3", f"hydra.run.dir={tmp_path}",
+    status, output = run_warm_job(
+        2, "-m", "lightning_5d.cli", "train", "recipe=moe_demo", *SMALL, "trainer.max_steps=3", f"hydra.run.dir={tmp_path}",
         folder=ROOT, environment=os.environ, seconds=100,
     )  # fmt: skip
     assert status == 0, output

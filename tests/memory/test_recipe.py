@@ -8,7 +8,7 @@ import pytest
 
 from lightning_5d.memory import MemoryRecord
 from lightning_5d.models import DecoderConfig, LanguageModel
-from tests.ranks.warm import run_warm
+from tests.ranks.warm_job import run_warm_job
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SKIPPED, RANKS = 6, 3, 2
@@ -18,8 +18,8 @@ STEPS, SKIPPED, RANKS = 6, 3, 2
 def recorded(tmp_path_factory):
     """The folder of one run of the recipe, and what it printed."""
     folder = tmp_path_factory.mktemp("chart")
-    status, output = run_warm(
-        "-m", "lightning_5d.cli", "train", "recipe=zero1_memory_chart", f"hydra.run.dir={folder}",
+    status, output = run_warm_job(
+        RANKS, "-m", "lightning_5d.cli", "train", "recipe=zero1_memory_chart", f"hydra.run.dir={folder}",
         folder=ROOT, environment=os.environ, seconds=100,
     )  # fmt: skip
     assert status == 0, output

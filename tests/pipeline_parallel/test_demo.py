@@ -1,4 +1,4 @@
-"""The recipe that trains in a pipeline and draws it, as a person starts it."""
+"""The recipe that trains in a pipeline and draws it."""
 
 import os
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from lightning_5d.pipeline_parallel import make_schedule, simulate
 from lightning_5d.pipeline_parallel.trace import StepTrace
-from tests.ranks.warm import run_warm
+from tests.ranks.warm_job import run_warm_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model.decoder.hidden_size=48", "model.decoder.intermediate_size=96", "model.decoder.context_length=32"]
@@ -17,8 +17,8 @@ SMALL = ["model.decoder.hidden_size=48", "model.decoder.intermediate_size=96", "
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_any_schedule_by_override_ends_with_both_charts_and_says_where_they_are(tmp_path):
-    status, output = run_warm(
-        "-m", "lightning_5d.cli", "train", "recipe=pipeline_demo", "pipeline.schedule=zb_v", *SMALL,
+    status, output = run_warm_job(
+        4, "-m", "lightning_5d.cli", "train", "recipe=pipeline_demo", "pipeline.schedule=zb_v", *SMALL,
         "trainer.max_steps=3", "callbacks.pipeline_trace.steps=[3]", f"hydra.run.dir={tmp_path}",
         folder=ROOT, environment=os.environ, seconds=100,
     )  # fmt: skip

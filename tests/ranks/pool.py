@@ -19,11 +19,11 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.ranks.call import Call, Report
+from tests.ranks.environment import HOST
 from tests.ranks.failure import RankError, describe
 from tests.ranks.forks import Forked, ForkServer
 from tests.ranks.grace import TICK_SECONDS, Grace
 from tests.ranks.state import HELD_GROUPS
-from tests.ranks.worker import HOST
 
 MOST_RANKS = 16
 SLOWEST = 4.0
@@ -119,7 +119,7 @@ class RankPool:
             raise ValueError(f"a pool runs 1 to {MOST_RANKS} ranks, got {world_size}")
         payload = pickle.dumps((function, args, kwargs))
         workers = self._ready(world_size)
-        store = _store()
+        store = open_store()
         seconds = SLOWEST * timeout
         deadline = time.monotonic() + seconds
         folder = Path(tempfile.mkdtemp(dir=self._folder))
@@ -304,7 +304,8 @@ def _ending(status: int) -> str:
     return f"ended its process with exit code {code}"
 
 
-def _store() -> dist.TCPStore:
+def open_store() -> dist.TCPStore:
+    """One for a world of ranks that are started after it."""
     # A socket of our own: reachable from this machine only, and IPv4, so that no name server is asked about clients.
     listener = socket.create_server((HOST, 0), backlog=2 * MOST_RANKS)
     port = listener.getsockname()[1]

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from lightning_5d.launch import supervisor
 from tests.ranks import answer
 from tests.ranks.call import Call, Outcome
+from tests.ranks.environment import as_torchrun
 from tests.ranks.state import ProcessState
-
-HOST = "127.0.0.1"
 
 
 def work(call_fd: int, control_fd: int) -> None:
@@ -110,22 +109,4 @@ def _run(call: Call) -> Any:
 
 
 def _environment(call: Call) -> dict[str, str | None]:
-    """What torchrun sets; the store is the pool's, as torchrun's is its agent's, so that no port is raced for."""
-    world = str(call.world_size)
-    return {
-        "RANK": str(call.rank),
-        "LOCAL_RANK": str(call.rank),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": str(call.rank),
-        "ROLE_WORLD_SIZE": world,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(call.port),
-        "TORCHELASTIC_RUN_ID": f"ranks-{call.port}",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        **call.environment,
-    }
+    return {**as_torchrun(call.rank, call.world_size, call.port), **call.environment}

@@ -35,9 +35,11 @@ def check(results: list[Parity]) -> None:
     assert {row.quantity for row in results[0].rows} == {"loss", "gradient norm", "gradient", "parameter"}
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+# The product of all three is that of the engine without a Trainer, in tests/data_parallel/test_parity.py.
+@pytest.mark.parametrize(
+    ("world", "stage", "accumulate"),
+    [(world, stage, 3 if (world + stage) % 2 else 1) for world in (1, 2, 3, 4) for stage in (0, 1, 2, 3)],
+)
 def test_every_stage_equals_one_process(ranks: RankPool, world: int, stage: int, accumulate: int) -> None:
     check(ranks(world, _verify, world, ZeRO(stage=stage), tiny, accumulate, 0.5, **SEPARATE))
 

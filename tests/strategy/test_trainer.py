@@ -1,5 +1,7 @@
 """The whole Trainer works under FiveD: what Lightning does in one process it does here, with the same numbers."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,12 @@ def _fit_and_evaluate(rank: int, stage: int | None, ranks: int, folder: str) -> 
     tested = trainer.test(module, data, ckpt_path="best", verbose=False)
     best = Path(callbacks[0].best_model_path).name  # type: ignore[attr-defined]
     return {"before": before, "fitted": fitted, "tested": tested, "best": best, "weights": whole(module)}
+
+
+@functools.cache
+def _alone(pool: RankPool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What one process finds, once for all stages."""
+    return pool(1, function, *arguments, **TRAINER, env={"WORLD_SIZE": None})[0]
 
 
 def assert_close(one: Any, other: Any, tolerance: float = 1e-5) -> None:
@@ -201,7 +209,7 @@ def _adversarial(rank: int, stage: int | None, ranks: int, toggle: bool) -> dict
 @pytest.mark.parametrize("toggle", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_manual_optimization_with_two_optimizers_equals_one_process(ranks: RankPool, stage: int, toggle: bool) -> None:
-    one = ranks(1, _adversarial, None, 1, toggle, **TRAINER, env={"WORLD_SIZE": None})[0]
+    one = _alone(ranks, _adversarial, None, 1, toggle)
     for found in ranks(2, _adversarial, stage, 2, toggle, **TRAINER):
         assert_close(found, one)
 
@@ -243,7 +251,7 @@ def _measured(rank: int, stage: int | None, ranks: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_metrics_plateau_and_two_validation_loaders_equal_one_process(ranks: RankPool, stage: int) -> None:
-    one = ranks(1, _measured, None, 1, **TRAINER, env={"WORLD_SIZE": None})[0]
+    one = _alone(ranks, _measured, None, 1)
     assert one["lr"] < 0.1
     for found in ranks(2, _measured, stage, 2, **TRAINER):
         assert_close(found, one)
@@ -355,13 +363,13 @@ def _trained(rank: int, kind: type[TinyLM], stage: int | None, ranks: int) -> di
 @pytest.mark.parametrize("kind", [Fused, PartlyFrozen, Grouped])
 @pytest.mark.parametrize("stage", STAGES)
 def test_optimizers_and_frozen_weights_equal_one_process(ranks: RankPool, kind: type[TinyLM], stage: int) -> None:
-    one = ranks(1, _trained, kind, None, 1, **TRAINER, env={"WORLD_SIZE": None})[0]
+    one = _alone(ranks, _trained, kind, None, 1)
     for found in ranks(2, _trained, kind, stage, 2, **TRAINER):
         assert_close(found, one)
 
 
 def test_an_optimizer_that_calls_its_closure_several_times_equals_one_process(ranks: RankPool) -> None:
-    one = ranks(1, _trained, Closured, None, 1, **TRAINER, env={"WORLD_SIZE": None})[0]
+    one = _alone(ranks, _trained, Closured, None, 1)
     for found in ranks(2, _trained, Closured, 0, 2, **TRAINER):
         torch.testing.assert_close(found, one, rtol=1e-3, atol=1e-5)  # quasi-Newton steps amplify rounding
 
@@ -406,7 +414,7 @@ def _swapped(rank: int, stage: int | None, ranks: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_swapped_around_validation_are_the_ones_validated(ranks: RankPool, stage: int) -> None:
-    one = ranks(1, _swapped, None, 1, **TRAINER, env={"WORLD_SIZE": None})[0]
+    one = _alone(ranks, _swapped, None, 1)
     assert one["metrics"]["val_loss"] == pytest.approx(2.564949)  # all weights 0: the logarithm of 13
     for found in ranks(2, _swapped, stage, 2, **TRAINER):
         assert_close(found, one)

@@ -25,7 +25,8 @@ def gradients(rank: int, plugins: Sequence[Parallelism], devices: int, precision
     found = []
     for precision in precisions:
         plugin = FiveDPrecision(precision, loss_scaling=LossScaling(256.0) if precision == "16-mixed" else None)
-        run = fit(rank, decoder(), _deal, partial(FiveD, *plugins), devices=devices, plugins=plugin)
+        strategy = partial(FiveD, *plugins)
+        run = fit(rank, decoder(), _deal, strategy, devices=devices, plugins=plugin, limit_val_batches=0)
         found.append({name: value.double() for name, value in run["gradients"][0].items()} if rank == 0 else None)
     return found
 
@@ -57,7 +58,8 @@ def overflow(rank: int, *plugins: Parallelism) -> dict[str, Any]:
     seen = Overflow()
     plugin = FiveDPrecision("16-mixed", loss_scaling=LossScaling(init_scale=1024.0))
     strategy = FiveD(*plugins)
-    trainer = quiet(strategy=strategy, devices=2, plugins=plugin, callbacks=[seen], use_distributed_sampler=False)
+    arguments: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}
+    trainer = quiet(strategy=strategy, devices=2, plugins=plugin, callbacks=[seen], **arguments)
     trainer.fit(decoder()(), datamodule=Dealt(Rows(16, 6), 4))
     parameters = strategy.full_state_dict()
     finite = all(bool(value.isfinite().all()) for value in parameters.values() if not value.is_meta)

@@ -109,9 +109,12 @@ def compare(
     strategy: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> dict[str, float]:
-    """Trains under `plugins` on `world` ranks and alone, and compares everything."""
+    """Trains under `plugins` on `world` ranks and alone, and compares everything.
+
+    One batch is validated, in which everything runs that evaluation has of its own; its numbers are not compared.
+    """
     deal = data or partial(_deal, rows, batch, tokens, vocabulary)
-    common = {"gradient_clip_val": 0.5, **arguments}
+    common = {"gradient_clip_val": 0.5, "limit_val_batches": 1, **arguments}
     made = partial(FiveD, *plugins, **(strategy or {}))
     found = ranks(world, partial(fit, module=module, data=deal, strategy=made, devices=world, **common), **SEPARATE)
     expected = fit(0, module, deal, None, **common)
