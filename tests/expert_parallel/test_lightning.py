@@ -67,7 +67,8 @@ def test_a_run_shows_what_one_process_shows(
 
 def _fit_each(rank: int, runs: Mapping[str, Any], strategy: Any, **arguments: Any) -> list[Any]:
     """Several runs in one call of the pool: most of a short run's time is its start."""
-    return [fit(rank, module, data, strategy, precision="64-true", **arguments) for module, data in runs.values()]
+    common: dict[str, Any] = {"precision": "64-true", "limit_val_batches": 1, **arguments}
+    return [fit(rank, module, data, strategy, **common) for module, data in runs.values()]
 
 
 def _named(*names: str) -> dict[str, Any]:

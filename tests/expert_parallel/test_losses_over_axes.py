@@ -55,14 +55,16 @@ def test_recomputed_blocks_know_what_they_have_of_each_sequence(ranks: RankPool)
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
 def test_what_is_left_out_does_not_depend_on_ranks(ranks: RankPool, drop: Any) -> None:
+    common: dict[str, Any] = {"gradient_clip_val": 0.5, "limit_val_batches": 0}
+
     def run(world: int, size: int, *plugins: Any) -> list[dict[str, Any]]:
         strategy = partial(FiveD, ExpertParallel(size, capacity_factor=0.75, drop=drop), *plugins)
-        train = partial(fit, module=model(), data=DATA, strategy=strategy, devices=world, gradient_clip_val=0.5)
-        found: list[dict[str, Any]] = ranks(world, train, **SEPARATE)
+        train = partial(fit, module=model(), data=DATA, strategy=strategy, devices=world)
+        found: list[dict[str, Any]] = ranks(world, partial(train, **common), **SEPARATE)
         return found
 
     alone = run(1, 1)[0]
     differences = apart(run(4, 4, *CUTS), alone, 1e-6)
     assert max(differences.values()) < 1e-5, differences
-    dropless = fit(0, model(), DATA, None, gradient_clip_val=0.5)
+    dropless = fit(0, model(), DATA, None, **common)
     assert alone["losses"] != dropless["losses"]

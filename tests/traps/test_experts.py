@@ -323,7 +323,8 @@ def _grouped_model(seed: int = 0) -> LanguageModel:
 def _run(strategy: Any, path: Path | None, save: Path | None, **flags: Any) -> dict[str, Any]:
     devices = 4 if isinstance(strategy, FiveD) else 1
     epochs = 1 if save else 2
-    trainer = quiet(strategy=strategy, max_epochs=epochs, use_distributed_sampler=False, devices=devices, **flags)
+    common: dict[str, Any] = {"devices": devices, "use_distributed_sampler": False, "limit_val_batches": 0, **flags}
+    trainer = quiet(strategy=strategy, max_epochs=epochs, **common)
     module = _grouped_model(seed=0 if path is None else 5)
     trainer.fit(module, datamodule=dealt(16, 8), ckpt_path=path)
     if save:
