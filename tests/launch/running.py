@@ -182,8 +182,12 @@ def start(
     launcher: tuple[str, ...] | None = None,
     env: Mapping[str, str] | None = None,
     script: str = "job.py",
+    cold: bool = False,
 ) -> Running:
-    """Start a script of this folder with `arguments`: with the command `launcher`, or its module, or without, in a warm process."""
+    """Start a script of this folder with `arguments`: with the command `launcher`, or its module, or without, in a warm process.
+
+    Without one the rank that the script starts has imported already, too, unless it shall be `cold`.
+    """
     tag = uuid.uuid4().hex
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_NAMES}
     environment |= {
@@ -197,7 +201,8 @@ def start(
     out, err = folder / f"{tag}.out", folder / f"{tag}.err"
     command = [*(launcher or ()), str(HERE / script), *arguments]
     if launcher is None or launcher[0] == "-m":
-        warm = start_warm(*command, folder=folder, environment=environment, out=out, err=err)
+        spare = launcher is None and not cold and not {"fork", "forkserver"} & {*arguments}
+        warm = start_warm(*command, folder=folder, environment=environment, out=out, err=err, spare=spare)
         return Running(warm, tag, out, err)
     # A shell that runs tests in the background has them ignore SIGINT, which jobs would inherit.
     interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)

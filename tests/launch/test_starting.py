@@ -95,7 +95,7 @@ def test_a_forked_rank_that_never_gets_to_run_is_named(tmp_path: Path) -> None:
 def at_once(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     """Three scripts started at once, by what each does after its run."""
     folder = tmp_path_factory.mktemp("at_once")
-    jobs = {then: start(folder, "--then", then) for then in ("test", "again", "3")}
+    jobs = {then: start(folder, "--then", then, cold=True) for then in ("test", "again", "3")}
     return {then: job.wait(300) for then, job in jobs.items()}
 
 

@@ -25,6 +25,8 @@ class Script:
     arguments: Sequence[str]
     folder: str
     environment: Mapping[str, str]
+    spare: bool = False
+    """Whether the first rank that it starts is a process that has been forked beforehand."""
 
 
 @dataclass(eq=False)

@@ -6,10 +6,13 @@ import sys
 import warnings
 
 from tests.ranks.forks import Script
+from tests.ranks.spare import fork_spare
 
 
 def run_script(script: Script) -> int:
     """Run a program as `__main__`, with its arguments, in its folder and environment. Gives 0, as Python does at its end."""
+    if script.spare and (started := fork_spare()) is not None:
+        return run_script(started)
     os.environ.clear()
     os.environ.update(script.environment)
     os.chdir(script.folder)

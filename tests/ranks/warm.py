@@ -44,14 +44,19 @@ class WarmProcess:
 
 
 def start_warm(
-    *arguments: str, folder: Path, environment: Mapping[str, str], out: Path, err: Path | None = None
+    *arguments: str,
+    folder: Path,
+    environment: Mapping[str, str],
+    out: Path,
+    err: Path | None = None,
+    spare: bool = False,
 ) -> WarmProcess:
     """Start what `python *arguments` would, a file or `-m` and a module first, and append what it writes to files.
 
-    What the started program starts itself is a new Python, as ever.
+    What the started program starts itself is a new Python, as ever; with `spare` its first rank has imported, too.
     """
     with out.open("a") as out_file, (err or out).open("a") as err_file:
-        script = Script(arguments, str(folder), dict(environment))
+        script = Script(arguments, str(folder), dict(environment), spare)
         server = _server()
         return WarmProcess(server, server.fork(script, out_file.fileno(), err_file.fileno()))
 
