@@ -317,7 +317,8 @@ class _Watch(TorchFunctionMode):
             return None
         inputs = self._inputs_of_whole(name, here)
         with self._unwatched():
-            return self._whole[name].run(self._module.get_submodule(name), *inputs)
+            found: list[Heads] | Exception = self._whole[name].run(self._module.get_submodule(name), *inputs)
+            return found
 
     def _inputs_of_whole(self, name: str, here: list[Heads] | None) -> Any:
         inputs = self._inputs[name]

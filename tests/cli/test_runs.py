@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.cli.conftest import RECORDER, TINY, ranks_of
+from tests.ranks.warm import run_warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STRATEGY = "strategy=zero1"
@@ -73,9 +74,10 @@ def test_a_sweep_runs_each_job_once_with_its_own_two_ranks(fived, tmp_path):
     assert losses[0] != losses[1]
 
 
-def test_ranks_that_torchrun_started_share_one_folder(fived, tmp_path):
+def test_ranks_that_torchrun_started_share_one_folder(environment, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lightning_5d.cli")
-    status, output = fived("train", *TINY, *RECORDER, STRATEGY, launcher=torchrun, timeout=300)
+    arguments = ("train", *TINY, *RECORDER, STRATEGY)
+    status, output = run_warm(*torchrun, *arguments, folder=tmp_path, environment=environment, seconds=300)
     assert status == 0, output
     folder = only_folder(tmp_path)
     assert_one_run_of_two_ranks(folder)

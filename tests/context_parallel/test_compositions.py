@@ -101,11 +101,10 @@ def test_stages_know_lengths_that_the_ranks_do_not_divide(ranks: RankPool, sched
     compare(ranks, decoder(num_layers=4), *plugins, world=4, data=_varying, strategy=strategy, limit_val_batches=2)
 
 
-@pytest.mark.parametrize("precision", ["64-true"])
-@pytest.mark.parametrize("method", METHODS)
-def test_double_precision(ranks: RankPool, method: str, precision: Any) -> None:
+@pytest.mark.parametrize("method", ["ring zigzag", "ulysses", "all_gather zigzag"])
+def test_double_precision(ranks: RankPool, method: str) -> None:
     plugins = ContextParallel(2, **METHODS[method]), ZeRO(stage=1)
-    compare(ranks, decoder(), *plugins, world=4, tokens=8, precision=precision, tolerance=1e-10)
+    compare(ranks, decoder(), *plugins, world=4, tokens=8, precision="64-true", tolerance=1e-10)
 
 
 def test_sixteen_ranks_of_one_sequence(ranks: RankPool) -> None:

@@ -389,8 +389,11 @@ def test_compiled_blocks_are_left_alone_and_what_is_around_them_is_not() -> None
         block.compile(backend="eager")
     guards = installed(model, layout())
     compiled = [block._compiled_call_impl for block in model.blocks]
+    frames = torch._dynamo.utils.counters["frames"]
+    before = frames["total"]
     assert "head.weight" in refusal(guards, lambda: (model(IDS), model.head.weight.pow(2)))
     assert compiled == [block._compiled_call_impl for block in model.blocks]
+    assert 0 < frames["total"] - before < 10, "what looks at them is not traced"
     torch._dynamo.reset()
 
 

@@ -73,7 +73,14 @@ def _step(rank: int, size: int, cases: list[tuple[bool, int]]) -> list[tuple[dic
     for sequence, layers in cases:
         counted = Counted()
         strategy: Any = {"strategy": FiveD(TensorParallel(size, sequence_parallel=sequence))} if size > 1 else {}
-        trainer = quiet(devices=size, callbacks=[counted], use_distributed_sampler=False, max_steps=2, **strategy)
+        trainer = quiet(
+            devices=size,
+            callbacks=[counted],
+            use_distributed_sampler=False,
+            max_steps=2,
+            limit_val_batches=0,
+            **strategy,
+        )
         trainer.fit(decoder(num_layers=layers, num_kv_heads=4)(), Dealt(Rows(2 * ROWS, TOKENS), ROWS))
         found.append((counted.calls, counted.bytes, counted.saved))
     return found

@@ -35,8 +35,7 @@ def test_the_decoder_trains_as_in_one_process(
     compare(ranks, module, TensorParallel(size, sequence_parallel=sequence), world=size, tokens=8)
 
 
-@SEQUENCE
-@pytest.mark.parametrize("tokens", [7, 3])
+@pytest.mark.parametrize(("tokens", "sequence"), [(7, True), (3, True), (3, False)])
 def test_lengths_that_the_ranks_do_not_divide(ranks: RankPool, tokens: int, sequence: bool) -> None:
     compare(ranks, decoder(), TensorParallel(4, sequence_parallel=sequence), world=4, tokens=tokens)
 
