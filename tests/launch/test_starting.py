@@ -15,9 +15,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_5d import FiveD, ZeRO
 from lightning_5d.launch import RankFailure, supervisor
 from lightning_5d.launch.rendezvous import listen
-from tests.launch.running import HERE, TORCHRUN, run, start
+from tests.launch.running import TORCHRUN, run, start
 from tests.ranks import RankError, RankPool
-from tests.ranks.warm import run_warm
 
 LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "GLOBAL_RANK", "RANK")
 
@@ -84,13 +83,6 @@ def test_runs_of_2_then_4_then_1_ranks_with_a_failure_between(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_forked_rank_that_never_gets_to_run_is_named(tmp_path: Path) -> None:
-    code, printed = run_warm(str(HERE / "forked_while_locked.py"), folder=tmp_path, environment=os.environ, seconds=60)
-    assert code == 0
-    assert 'rank 1 of 2 failed first: it was started by "fork" and has given no sign of life for 3 s' in printed
-    assert 'use start_method="popen" or "forkserver"' in printed
-
-
 def test_three_scripts_started_at_once_all_end_well(tmp_path: Path) -> None:
     jobs = [start(tmp_path) for _ in range(3)]
     for job in jobs:
