@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from itertools import count
+from pathlib import Path
 
 import torch
 
@@ -99,19 +100,24 @@ def lingering() -> None:
     print([str(warning.message) for warning in caught if "has not ended" in str(warning.message)])
 
 
+ORPHAN = Path("orphan").absolute()
+
+
 class Orphaning(TinyLM):
     """A rank that is killed, and leaves a process that holds whatever it held."""
 
     def on_train_start(self) -> None:
-        if os.fork() == 0:
+        if (child := os.fork()) == 0:
             time.sleep(600)
             os._exit(0)
+        ORPHAN.write_text(str(child))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def orphaning() -> None:
     """The only rank is gone, and its pipes are open."""
     fit(Orphaning(), 1)
+    os.kill(int(ORPHAN.read_text()), signal.SIGKILL)
 
 
 class Failing(TinyLM):
