@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,26 +32,25 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
     _WorkerOutput,
 )
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
 from lightning_5d.launch.environment import variables
 from lightning_5d.launch.failure import Failure, RankFailure
+from lightning_5d.launch.forking import end_openmp_threads
 from lightning_5d.launch.job import Job
 from lightning_5d.launch.processes import describe_exit, die_with, leave
-from lightning_5d.launch.rendezvous import PrefixStore, Rendezvous, Store, listen
+from lightning_5d.launch.rendezvous import PrefixStore, Rendezvous, Store, bind, serve
 from lightning_5d.launch.signals import take_over_sigterm
 from lightning_5d.launch.supervisor import GRACE_SECONDS, LAST_WORDS_SECONDS
 from lightning_5d.launch.waiting import progress_of
+from lightning_5d.launch.watch import LOOK_SECONDS, Watch
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ParallelStrategy
 
 _LOOPBACK = "127.0.0.1"
-START_SECONDS = {"fork": 60.0, "forkserver": 300.0, "spawn": 300.0}
-"""How long a rank may take to its first sign of life: others import torch and the script, a forked one has it all."""
-_LOOK_SECONDS = 1.0
 _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "lightning.pytorch", "lightning_5d"]
 
 
@@ -70,6 +70,7 @@ class InProcessLauncher(_MultiProcessingLauncher):
     def __init__(self, strategy: "ParallelStrategy", start_method: Any = "forkserver") -> None:
         super().__init__(strategy, start_method)
         self._job: Job | None = None
+        self._ends: list[socket.socket | Connection] = []
 
     @override
     def launch(
@@ -92,7 +93,8 @@ class InProcessLauncher(_MultiProcessingLauncher):
             take_over_sigterm(trainer)
         count = len(self._strategy.parallel_devices or [])
         host = os.environ.get("MASTER_ADDR", _LOOPBACK)
-        store, port = listen(host, int(os.environ.get("MASTER_PORT", 0)))
+        server = bind(host, int(os.environ.get("MASTER_PORT", 0)))
+        port = server.getsockname()[1]
         environment = self._strategy.cluster_environment
         values = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
         remembered = getattr(environment, "_main_port", None)
@@ -100,10 +102,9 @@ class InProcessLauncher(_MultiProcessingLauncher):
             environment._main_port = port  # type: ignore[union-attr]
         try:
             with variables(values):
-                output = self._run_ranks(
-                    count, PrefixStore("fived/0/1", store), port, host, trainer, (function, args, kwargs)
-                )
+                output = self._run_ranks(count, server, host, trainer, (function, args, kwargs))
         finally:
+            server.close()
             if remembered is not None:
                 # A port that is free again is not this environment's any more.
                 environment._main_port = -1  # type: ignore[union-attr]
@@ -130,13 +131,16 @@ class InProcessLauncher(_MultiProcessingLauncher):
             self._job.finish()
 
     def _run_ranks(
-        self, count: int, board: Store, port: int, host: str, trainer: "pl.Trainer | None", call: tuple[Any, ...]
+        self, count: int, server: socket.socket, host: str, trainer: "pl.Trainer | None", call: tuple[Any, ...]
     ) -> Any:
         context: Any = multiprocessing.get_context(self._start_method)
         if self._start_method == "forkserver":
             context.set_forkserver_preload(_PRELOAD)
             _end_server_at_exit()
+        if self._start_method == "fork":
+            end_openmp_threads()
         results, theirs = context.Pipe(duplex=False)
+        self._ends = [server, results, theirs]
         state = None if self._start_method == "fork" else _GlobalStateSnapshot.capture()
         # Otherwise a rank would start data loading processes the way it was started itself: slowly, and through a server
         # of its own that outlives it.
@@ -148,7 +152,7 @@ class InProcessLauncher(_MultiProcessingLauncher):
                     rank,
                     count,
                     host,
-                    port,
+                    server.getsockname()[1],
                     os.getpid(),
                     theirs if rank == 0 else None,
                     trainer,
@@ -164,8 +168,11 @@ class InProcessLauncher(_MultiProcessingLauncher):
             for process in self.procs:
                 _start(process, self._start_method)
             theirs.close()
+            # Only now: the server is a thread, and one that is at work while this process is forked may hold locks then.
+            board = PrefixStore("fived/0/1", serve(host, server))
             return self._await_ranks(results, board, count)
         finally:
+            self._ends = []
             for process in self.procs:
                 if process.is_alive():
                     process.kill()
@@ -181,17 +188,11 @@ class InProcessLauncher(_MultiProcessingLauncher):
         payload: bytes | None = None
         first: Failure | None = None
         deadline: float | None = None
-        silent = set(running) if count > 1 else set()  # alone it has nobody to give signs of life to
-        waited = 0
+        watch = Watch(board, count, self._start_method)
         while running or pending:
-            limit = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if silent:
-                limit = _LOOK_SECONDS if limit is None else min(limit, _LOOK_SECONDS)
+            limit = LOOK_SECONDS if deadline is None else min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))
             ready = wait([*pending, *(process.sentinel for process in running.values())], limit)
-            silent = {rank for rank in silent & set(running) if not board.add(f"alive/{rank}", 0)}
-            waited += not ready
-            if silent and first is None and waited * _LOOK_SECONDS > START_SECONDS[self._start_method]:
-                told = self._not_started(min(silent))
+            if not ready and first is None and (told := watch.look(running)) is not None:
                 first = Failure.from_json(board.compare_set("failure", "", told.to_json()))
                 deadline = time.monotonic() + GRACE_SECONDS
             if results in ready and pending:
@@ -199,35 +200,29 @@ class InProcessLauncher(_MultiProcessingLauncher):
                     payload = results.recv_bytes()
                 pending.clear()
             for rank, process in list(running.items()):
-                if process.sentinel not in ready:
+                # Asked for, too: what a rank has started and left behind may hold the other end of its sentinel.
+                if process.sentinel not in ready and process.exitcode is None:
                     continue
                 del running[rank]
                 process.join()
-                # Alone it tells nobody when it is done. With others, an end before that is a failure whatever the code.
-                done = process.exitcode == 0 and (count == 1 or board.check([f"done/{rank}"]))
+                # An end before that is a failure whatever the code.
+                done = process.exitcode == 0 and board.check([f"done/{rank}"])
                 if not done and first is None:
                     told = Failure(rank, describe_exit(process.exitcode or 0))
                     first = Failure.from_json(board.compare_set("failure", "", told.to_json()))
                     deadline = time.monotonic() + (LAST_WORDS_SECONDS if first.rank in running else GRACE_SECONDS)
             if deadline is not None and time.monotonic() > deadline:
                 break
+            if watch.late is not None:
+                rank_zero_warn(watch.late)
+                break
+            if not running and not results.poll():
+                break
         if first is not None:
             raise RankFailure(first.describe(count), first)
         if payload is None:
             raise RankFailure("rank 0 ended without a result", Failure(0, "ended without a result"))
         return pickle.loads(payload)
-
-    def _not_started(self, rank: int) -> Failure:
-        method = self._start_method
-        why = (
-            '. What other threads of this process had locked when it was forked stays locked there: use start_method="popen" or'
-            ' "forkserver"'
-            if method == "fork"
-            else ""
-        )
-        return Failure(
-            rank, f'was started by "{method}" and has given no sign of life for {START_SECONDS[method]:.0f} s{why}'
-        )
 
     def _be_rank(
         self,
@@ -242,6 +237,10 @@ class InProcessLauncher(_MultiProcessingLauncher):
         state: _GlobalStateSnapshot | None,
         method: str | None,
     ) -> None:
+        # A fork has copies, and an end that stays open in another process looks like one that is in use.
+        for end in self._ends:
+            if end is not results:
+                end.close()
         die_with(parent)
         # Lightning's hints come from rank 0 only, also before the strategy has told it which rank this is.
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
@@ -299,7 +298,7 @@ class InProcessLauncher(_MultiProcessingLauncher):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        state["_job"] = None
+        state["_job"], state["_ends"] = None, []
         return state
 
 

@@ -63,8 +63,7 @@ class Job:
         rank, world_size = self.rendezvous.rank, self.rendezvous.world_size
         with variables(self.values):
             if world_size == 1:
-                self._generation = self.rendezvous.next_generation()
-                return function()
+                return self._run_alone(function)
             self._generation = self.rendezvous.next_generation()
             self.supervisor = Supervisor(silent=self._end_silent_parent)
             self.supervisor.start(rank, world_size, self._generation, second_connection(self._generation), progress)
@@ -85,6 +84,18 @@ class Job:
                 raise
             self.supervisor.stop()
             return result
+
+    def _run_alone(self, function: Callable[[], T]) -> T:
+        # Nobody watches, but the process that started this one may listen.
+        self._generation = board = self.rendezvous.next_generation()
+        board.add("alive/0", 1)
+        try:
+            result = function()
+        except BaseException as error:
+            board.compare_set("failure", "", Failure.of(0, error).to_json())
+            raise
+        board.set("done/0", "1")
+        return result
 
     def connect(self, backend: str, **options: object) -> None:
         """Makes the default process group, unless an earlier run of this job has."""

@@ -17,9 +17,11 @@ __all__ = [
     "Rendezvous",
     "Store",
     "TCPStore",
+    "bind",
     "default_store",
     "listen",
     "second_connection",
+    "serve",
 ]
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -66,9 +68,6 @@ class Rendezvous:
 def listen(host: str, port: int) -> tuple[Store, int]:
     """Starts the server of a store.
 
-    The socket is bound here and handed over, so the port belongs to this job from the moment it is chosen: there is no
-    time in which another job can take it.
-
     Args:
         host: Address of this machine; a loopback address makes the store unreachable from others.
         port: 0 for any free one.
@@ -79,14 +78,23 @@ def listen(host: str, port: int) -> tuple[Store, int]:
     Raises:
         MisconfigurationException: If something else listens on `port`.
     """
+    server = bind(host, port)
+    port = server.getsockname()[1]
+    return serve(host, server), port
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The first half of `listen`: a socket that is handed to the store's server later.
+
+    The port belongs to this job from the moment it is chosen: there is no time in which another job can take it.
+    """
     try:
         if host in _LOCAL:
             family = socket.AF_INET6 if host == "::1" else socket.AF_INET
-            server = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        elif socket.has_dualstack_ipv6():
-            server = socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-        else:
-            server = socket.create_server(("", port), backlog=_BACKLOG)
+            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        return socket.create_server(("", port), backlog=_BACKLOG)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -94,9 +102,12 @@ def listen(host: str, port: int) -> tuple[Store, int]:
             f"Port {port} (MASTER_PORT) on {host} is in use, by another job or one that has not ended. Set MASTER_PORT to a"
             " free port; for a run on one machine leave it unset, and a free one is chosen."
         ) from error
-    chosen = server.getsockname()[1]
-    store = TCPStore(host, chosen, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
-    return store, chosen
+
+
+def serve(host: str, server: socket.socket) -> Store:
+    """The second half of `listen`: starts the server, which is a thread. Who has connected meanwhile is served then."""
+    port = server.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
 def default_store() -> Store:

@@ -15,9 +15,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_5d import FiveD, ZeRO
 from lightning_5d.launch import RankFailure, supervisor
 from lightning_5d.launch.rendezvous import listen
-from tests.launch.running import HERE, TORCHRUN, Finished, run, start
+from tests.launch.running import TORCHRUN, Finished, run, start
 from tests.ranks import RankError, RankPool
-from tests.ranks.warm import run_warm
 
 LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "GLOBAL_RANK", "RANK")
 
@@ -82,15 +81,6 @@ def test_runs_of_2_then_4_then_1_ranks_with_a_failure_between(tmp_path: Path) ->
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_forked_rank_that_never_gets_to_run_is_named(tmp_path: Path) -> None:
-    code, printed = run_warm(str(HERE / "forked_while_locked.py"), folder=tmp_path, environment=os.environ, seconds=60)
-    assert code == 0
-    assert 'rank 1 of 2 failed first: it was started by "fork" and has given no sign of life for 3 s' in printed
-    assert 'use start_method="popen" or "forkserver"' in printed
-
-
 @pytest.fixture(scope="module")
 def at_once(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     """Three scripts started at once, by what each does after its run."""
@@ -99,6 +89,8 @@ def at_once(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     return {then: job.wait(300) for then, job in jobs.items()}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_three_scripts_started_at_once_all_end_well(at_once: dict[str, Finished]) -> None:
     for done in at_once.values():
         assert done.code == 0, done.err
