@@ -95,6 +95,24 @@ def test_of_sequences_it_is_the_mean_over_sequences():
     assert (found - losses(whole, x)["balance"]).abs() > 1e-4
 
 
+def test_of_sequences_shares_are_of_the_best_scores_whatever_a_bias_and_groups_choose():
+    settings = {"scores": "sigmoid", "balance": 1.0, "balance_scope": "sequence", "bias_rate": 0.1}
+    torch.manual_seed(3)
+    module = TopKRouter(HIDDEN, MoEConfig(experts=6, top_k=TOP_K, groups=3, top_groups=1, **settings), std=1.0)
+    module.expert_bias.copy_(torch.tensor([2.0, 2.0, 0.0, 0.0, -2.0, -2.0]))
+    x = hidden(24)
+    assert (module(x).index_NK < 2).all()
+    scores_STE = (x @ module.weight.t()).sigmoid().view(3, 8, 6)
+    best_STE = torch.zeros(3, 8, 6).scatter(-1, scores_STE.topk(TOP_K).indices, 1.0)
+    # DeepSeek-V3, equations 17 to 20, alpha being 1.
+    f_SE = best_STE.sum(1) * 6 / (TOP_K * 8)
+    p_SE = (scores_STE / scores_STE.sum(-1, keepdim=True)).mean(1)
+    found = losses(module, x, sequences=3)["balance"]
+    torch.testing.assert_close(found, (f_SE * p_SE).sum(-1).mean())
+    (of_weight,) = torch.autograd.grad((f_SE * p_SE).sum(-1).mean(), module.weight)
+    torch.testing.assert_close(gradient(module, x, sequences=3), of_weight)
+
+
 @pytest.mark.parametrize("scope", ["microbatch", "global", "sequence"])
 def test_without_a_token_losses_and_gradients_are_zero(scope):
     module = router(balance=1.0, z=1.0, balance_scope=scope)

@@ -91,7 +91,8 @@ def test_the_load_is_that_of_all_microbatches_in_training_and_of_no_other():
 
 def test_biases_bring_balance():
     torch.manual_seed(0)
-    module = block(MoEConfig(experts=EXPERTS, top_k=1, intermediate_size=4, scores="sigmoid", bias_rate=0.01))
+    sizes = {"experts": EXPERTS, "top_k": 1, "intermediate_size": 4}
+    module = block(MoEConfig(**sizes, normalize=False, scores="sigmoid", bias_rate=0.01))
     module.gate.weight.data[0] += 1.0
     x = torch.randn(1, 512, HIDDEN) + 0.5
     shares = []
