@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_5d.expert_parallel.config import MoEConfig
 from lightning_5d.expert_parallel.routing import Routed, TopKRouter, choose, uncounted
-from lightning_5d.repeated_runs import is_repeated
+from lightning_5d.repeated_runs import is_repeated, reentrant_checkpoint
 
 Losses = dict[str, Tensor]
 """Losses by name, as ``"balance"`` and ``"z"``, scalars in fp32 that are multiplied by their coefficients."""
@@ -100,12 +100,30 @@ def _by_set(x_NX: Tensor, sets: int) -> Tensor:
 
 
 def _load_everywhere(router: TopKRouter) -> Tensor:
+    kept = _kept_by_reentrant(router)
     if is_repeated() and router.load_everywhere is not None:
+        if kept:
+            kept.append(kept.pop(0))  # a checkpoint inside of another one runs once more
+            return kept[-1]
         # Not asked again: the graph that this is for has its own already, see `_Product`.
         return router.load_everywhere
     with uncounted():
         router.load_everywhere = router.counted.sum(router.load.clone(), "global")
+    if kept is not None:
+        kept.append(router.load_everywhere)
     return router.load_everywhere
+
+
+def _kept_by_reentrant(router: TopKRouter) -> list[Tensor] | None:
+    """The loads so far of a router in each of its calls inside of a reentrant checkpoint; ``None`` outside of one.
+
+    It makes its graph when it runs again. Then forwards of later microbatches may have been here.
+    """
+    node = None if torch.compiler.is_compiling() else reentrant_checkpoint()
+    if node is None:
+        return None
+    loads: dict[TopKRouter, list[Tensor]] = node.__dict__.setdefault("loads_so_far", {})
+    return loads.setdefault(router, [])
 
 
 class _Product(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_5d.expert_parallel.balance import Losses, routing_losses
 from lightning_5d.expert_parallel.bias import move_biases
@@ -180,6 +181,30 @@ def test_shares_are_those_of_the_microbatches_so_far_and_start_anew_after_a_step
             expected = EXPERTS * (so_far / number * (x @ module.weight.t()).softmax(-1).mean(0)).sum()
             torch.testing.assert_close(losses(module, x)["balance"], expected, msg=lambda m, s=step: f"step {s}: {m}")
         move_biases(module)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_reentrant_checkpoint_balances_by_the_shares_of_its_first_run(nested):
+    """Several microbatches are under way, as in a pipeline: the choices so far are others when backward comes."""
+
+    def trained(again: bool) -> Tensor:
+        torch.manual_seed(0)
+        block = MoE(HIDDEN, MoEConfig(experts=EXPERTS, top_k=TOP_K, intermediate_size=4, balance=1.0), std=1.0)
+
+        def layer(x: Tensor) -> tuple[Tensor, Tensor]:
+            y, found = block(x)
+            return y, found["balance"]
+
+        def inner(x: Tensor) -> tuple[Tensor, Tensor]:
+            return checkpoint(layer, x, use_reentrant=True) if nested and again else layer(x)
+
+        inputs = [hidden(seed=seed).view(2, 12, HIDDEN).requires_grad_() for seed in range(3)]
+        found = [checkpoint(inner, x, use_reentrant=True) if again else inner(x) for x in inputs]
+        for _, balance in found:
+            balance.backward()
+        return block.gate.weight.grad
+
+    torch.testing.assert_close(trained(again=True), trained(again=False))
 
 
 def test_validation_is_about_the_microbatch_and_asks_no_other_data_rank():
