@@ -62,7 +62,9 @@ def test_methods_behind_stages(ranks: RankPool, method: str, schedule: str) -> N
     chunks: dict[str, Any] = {"chunks": 2} if SCHEDULES[schedule].chunks is None else {}
     pipeline = PipelineParallel(2, schedule=schedule, microbatches=2, **chunks)
     plugins = pipeline, ContextParallel(2, **METHODS[method]), ZeRO(stage=2)
-    compare(ranks, decoder(num_layers=4), *plugins, world=8, tokens=7, accumulate_grad_batches=2)
+    # Rounding of single weights is near the bound in fp32.
+    precision: dict[str, Any] = {"precision": "64-true", "tolerance": 1e-9}
+    compare(ranks, decoder(num_layers=4), *plugins, world=8, tokens=7, accumulate_grad_batches=2, **precision)
 
 
 def test_four_axes(ranks: RankPool) -> None:

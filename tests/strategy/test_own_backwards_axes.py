@@ -52,8 +52,10 @@ def test_tensor_ranks(ranks: RankPool, sequence: bool, accumulate: int) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_context_ranks(ranks: RankPool, accumulate: int) -> None:
+    # Rounding of single weights is near the bound in fp32.
+    precision: dict[str, Any] = {"precision": "64-true", "tolerance": 1e-9}
     data = partial(uneven, tokens=8)
-    compare(ranks, attacked(), ContextParallel(2), world=2, data=data, accumulate_grad_batches=accumulate)
+    compare(ranks, attacked(), ContextParallel(2), world=2, data=data, accumulate_grad_batches=accumulate, **precision)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

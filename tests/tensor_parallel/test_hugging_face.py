@@ -93,26 +93,40 @@ MODELS = {
 }
 
 
+# Models of this library compute in double precision but for parts they name; its grouped products know no doubles.
+IN_PRECISION = {"32-true": list(MODELS), "64-true": [name for name in MODELS if name != "Mixtral"]}
+# What rounding makes of single gradients differs between processors: theirs are compared closely in double precision.
+CLOSE = {"32-true": {"gradients": 1e-4}, "64-true": {}}
+
+
 @pytest.fixture(scope="module")
-def alone() -> list[Any]:
-    """What one process finds."""
-    return fit_each(0, list(MODELS.values()), None, **ARGUMENTS)
+def alone() -> dict[str, list[Any]]:
+    """What one process finds, by precision."""
+    return {
+        p: fit_each(0, [MODELS[n] for n in names], None, precision=p, **ARGUMENTS) for p, names in IN_PRECISION.items()
+    }
 
 
-@pytest.mark.parametrize(("size", "sequence"), [(2, False), (2, True), (4, True)], ids=["tp2", "tp2+sp", "tp4+sp"])
+@pytest.mark.parametrize(
+    ("size", "sequence", "precision"),
+    [(2, False, "64-true"), (2, True, "32-true"), (4, True, "64-true")],
+    ids=["tp2", "tp2+sp", "tp4+sp"],
+)
 def test_models_as_they_come_train_and_validate_as_in_one_process(
-    ranks: RankPool, alone: list[Any], size: int, sequence: bool
+    ranks: RankPool, alone: dict[str, list[Any]], size: int, sequence: bool, precision: Any
 ) -> None:
     strategy = partial(FiveD, TensorParallel(size, sequence_parallel=sequence))
-    call = partial(fit_each, modules=list(MODELS.values()), strategy=strategy, devices=size, **ARGUMENTS)
+    modules = [MODELS[name] for name in IN_PRECISION[precision]]
+    call = partial(fit_each, modules=modules, strategy=strategy, devices=size, precision=precision, **ARGUMENTS)
     found = ranks(size, call, **SEPARATE)
-    worst = {}
-    for index, (name, expected) in enumerate(zip(MODELS, alone, strict=True)):
-        got = [each[index] for each in found]
+    too_far = {}
+    for index, (name, expected) in enumerate(zip(IN_PRECISION[precision], alone[precision], strict=True)):
         # As in encoders: gradients of biases of Phi's keys are rounding alone.
-        worst[name] = max(apart(got, expected, 1e-3 if name == "Phi" else 1e-6).values())
-        assert got[0]["metrics"] == pytest.approx(expected["metrics"], rel=1e-5), name
-    assert max(worst.values()) < 1e-5, worst
+        differences = apart([each[index] for each in found], expected, 1e-3 if name == "Phi" else 1e-6)
+        far = {what: value for what, value in differences.items() if value >= CLOSE[precision].get(what, 1e-5)}
+        too_far.update({name: far} if far else {})
+        assert found[0][index]["metrics"] == pytest.approx(expected["metrics"], rel=1e-5), name
+    assert not too_far
 
 
 def _encoder(layers: str, columns: str, row: str, first: str, second: str) -> dict[str, str]:
