@@ -36,7 +36,7 @@ class CutSequences(Parallelized):
 
     def __init__(self, module: nn.Module, plugin: ContextParallel, mesh: ParallelMesh) -> None:
         self._module, self._plugin = module, plugin
-        self._axis = open_axis(mesh.line("cp"), mesh.device)
+        self._axis = open_axis(mesh.line("cp"), mesh.device, name="context group")
         self._attention = open_attention(plugin.method, plugin.ulysses, mesh)
         self._redirect = Redirect(self._attention, mesh.size("tp"))
         self._guards = FirstStep(module, self._redirect, lambda: self.doors.outside)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_5d.expert_parallel.routing import Routed, TopKRouter, uncounted
-from lightning_5d.repeated_runs import is_repeated
+from lightning_5d.expert_parallel.config import MoEConfig
+from lightning_5d.expert_parallel.routing import Routed, TopKRouter, choose, uncounted
+from lightning_5d.repeated_runs import is_repeated, reentrant_checkpoint
 
 Losses = dict[str, Tensor]
 """Losses by name, as ``"balance"`` and ``"z"``, scalars in fp32 that are multiplied by their coefficients."""
@@ -23,6 +24,8 @@ Losses = dict[str, Tensor]
 # "GShard", arXiv:2006.16668, section 2.2; Fedus et al., "Switch Transformers", arXiv:2101.03961, equation 4. Over all data ranks: Qiu et al.,
 # "Demons in the Detail", arXiv:2501.11873, who also take f over the microbatches of a step. Per sequence, from normalised sigmoids: DeepSeek-V3,
 # arXiv:2412.19437, equations 17 to 20.)
+# That of a sequence comes beside a bias, which already evens out where tokens go. So its f is about the best scores of all (equation 18), whatever
+# a bias or groups have made of the choice; else it would see balance, and push no score towards it.
 # P is of one microbatch in any case: with f over all of them, the mean over microbatches is the loss of the whole batch. f over microbatches is
 # that of those so far, so this is exact where all have the same f, and an estimate of it else.
 def routing_losses(router: TopKRouter, routed: Routed, sequences: int = 1) -> Losses:
@@ -48,7 +51,7 @@ def routing_losses(router: TopKRouter, routed: Routed, sequences: int = 1) -> Lo
         both_NE1 = torch.cat((shares_NE, z_N1), dim=-1)
         if routed.real_N is not None:
             both_NE1 = torch.where(routed.real_N[:, None], both_NE1, 0)
-        load_SE = _load_of_sets(routed, config.experts, sets)
+        load_SE = _load_of_sets(routed, _best(routed, config), sets)
         # One sum over the ranks of the microbatch for everything.
         sums = torch.cat((_by_set(both_NE1, sets), load_SE), dim=-1)
         sums = router.counted.sum_of_microbatch(sums)
@@ -76,9 +79,17 @@ def added(losses: Losses, more: Losses) -> Losses:
     }
 
 
-def _load_of_sets(routed: Routed, experts: int, sets: int) -> Tensor:
+def _best(routed: Routed, config: MoEConfig) -> Tensor:
+    """The experts of each token (N, K) that f is about."""
+    is_otherwise = config.bias_rate is not None or config.top_groups < config.groups
+    if config.balance_scope == "sequence" and is_otherwise:
+        return choose(routed.scores_NE, None, config.top_k)
+    return routed.index_NK
+
+
+def _load_of_sets(routed: Routed, index_NK: Tensor, sets: int) -> Tensor:
     with torch.no_grad():
-        chosen_NE = torch.zeros_like(routed.scores_NE).scatter_(-1, routed.index_NK, 1)
+        chosen_NE = torch.zeros_like(routed.scores_NE).scatter_(-1, index_NK, 1)
         if routed.real_N is not None:
             chosen_NE *= routed.real_N[:, None]
         return _by_set(chosen_NE, sets)
@@ -89,12 +100,30 @@ def _by_set(x_NX: Tensor, sets: int) -> Tensor:
 
 
 def _load_everywhere(router: TopKRouter) -> Tensor:
+    kept = _kept_by_reentrant(router)
     if is_repeated() and router.load_everywhere is not None:
+        if kept:
+            kept.append(kept.pop(0))  # a checkpoint inside of another one runs once more
+            return kept[-1]
         # Not asked again: the graph that this is for has its own already, see `_Product`.
         return router.load_everywhere
     with uncounted():
         router.load_everywhere = router.counted.sum(router.load.clone(), "global")
+    if kept is not None:
+        kept.append(router.load_everywhere)
     return router.load_everywhere
+
+
+def _kept_by_reentrant(router: TopKRouter) -> list[Tensor] | None:
+    """The loads so far of a router in each of its calls inside of a reentrant checkpoint; ``None`` outside of one.
+
+    It makes its graph when it runs again. Then forwards of later microbatches may have been here.
+    """
+    node = None if torch.compiler.is_compiling() else reentrant_checkpoint()
+    if node is None:
+        return None
+    loads: dict[TopKRouter, list[Tensor]] = node.__dict__.setdefault("loads_so_far", {})
+    return loads.setdefault(router, [])
 
 
 class _Product(torch.autograd.Function):

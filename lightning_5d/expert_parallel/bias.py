@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -54,11 +55,14 @@ def move_biases(module: nn.Module, rate: float | None = None) -> None:
     """What `balance_by_bias` does after each step; all ranks that have these routers call it together."""
     routers = _routers(module)
     biased = [router for router in routers if router.expert_bias is not None and router.config.bias_rate is not None]
-    if biased:
-        device = biased[0].load.device
-        summed = biased[0].counted.sum(torch.cat([router.load.to(device) for router in biased]), "global")
-        loads = torch.split(summed, [router.config.experts for router in biased])
-        for router, load_E in zip(biased, loads, strict=True):
+    together: dict[Hashable, list[TopKRouter]] = {}
+    for router in biased:
+        together.setdefault(router.counted.differing, []).append(router)
+    for alike in together.values():
+        device = alike[0].load.device
+        summed = alike[0].counted.sum(torch.cat([router.load.to(device) for router in alike]), "global")
+        loads = torch.split(summed, [router.config.experts for router in alike])
+        for router, load_E in zip(alike, loads, strict=True):
             _move(router, router.counted.sum_of_holders(load_E), rate)
     for router in routers:
         router.load.zero_()

@@ -31,13 +31,14 @@ class MoEConfig:
         shared: Experts that every token goes to besides, computed as one of this many times the width.
         shared_gate: Whether each token weights these by a sigmoid of its own, as in Qwen2-MoE.
         scores: What the router makes of its logits.
-        normalize: Whether the weights of the chosen experts are divided by their sum.
+        normalize: Whether the weights of the chosen experts are divided by their sum. Not with one of them, whose weight would be 1 whatever the
+            router says, and the router would not learn.
         scale: What weights are multiplied by in the end.
         groups: Groups of neighbouring experts; a token chooses among those of its best groups only (DeepSeek-V3, arXiv:2412.19437).
         top_groups: How many those are. A group is worth the sum of its two best scores.
         balance: Coefficient of the balance loss; 0 for none.
         balance_scope: Whose tokens balance: those of all data ranks and of the microbatches of a step so far, those of each microbatch, or those
-            of each sequence.
+            of each sequence, which is about the best scores without bias and groups (DeepSeek-V3).
         z: Coefficient of the loss on large logits (ST-MoE); 0 for none.
         bias_rate: How far a bias on the choice moves in each optimizer step, to balance without a loss (see `balance_by_bias`); 0 for a bias that
             stays as it is loaded, ``None`` for no bias.
@@ -114,6 +115,8 @@ class MoEConfig:
             return
         if self.top_k > self.experts:
             yield f"top_k {self.top_k} is more than the {self.experts} experts there are; {self.experts} is the most."
+        if self.normalize and self.top_k == 1 < self.experts:
+            yield "normalize makes the weight of one chosen expert (top_k 1) 1, so the router would not learn; normalize=False works, as does top_k 2."
         yield from self._group_problems()
         if self.shared_gate and not self.shared:
             yield "shared_gate is set, and there are no shared experts; shared=1 makes one, or leave shared_gate out."

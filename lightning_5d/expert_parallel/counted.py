@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Literal, Protocol, cast
 
 from torch import Tensor, nn
@@ -19,6 +19,11 @@ class Counted:
     of the same one, perhaps with padding. Along the tensor axis they have the same rows, or with sequence parallelism other tokens. Sums here
     take each token once. What is summed with gradients is a loss that all ranks of the microbatch then have alike.
     """
+
+    @property
+    def differing(self) -> Hashable:
+        """Which ranks had different rows when the router ran last: what is said of rows of one kind can be summed over ranks at once."""
+        return None
 
     def real(self, rows: int) -> Tensor | None:
         """Which of so many rows are tokens and not padding, as booleans (N,); ``None`` where all are."""

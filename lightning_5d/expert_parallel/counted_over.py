@@ -49,6 +49,7 @@ class CountedOver(Counted):
         self._differing: Differing | None = None
 
     @property
+    @override
     def differing(self) -> Differing:
         """Which ranks had different rows when the router ran last."""
         return self.ranks.differing if self._differing is None else self._differing

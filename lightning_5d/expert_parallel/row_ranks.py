@@ -256,8 +256,15 @@ class RowRanks:
         return torch.zeros_like(x) if repeated else x
 
     def _summed(self, axis: TensorAxis, x: Tensor) -> Tensor:
-        with hidden_operations():
-            return axis.sum(x.detach().contiguous())
+        try:
+            with hidden_operations():
+                return axis.sum(x.detach().contiguous())
+        except RuntimeError as error:
+            error.add_note(
+                "It was in a sum over the tokens of routers, as balance losses and biases need it: these ranks have to call the layers with experts"
+                " equally often, in one order."
+            )
+            raise
 
     def _place(self, rows: MicrobatchRows) -> int:
         """This rank's number among those with different rows."""
@@ -274,4 +281,4 @@ class RowRanks:
 
 def _opened(mesh: ParallelMesh, axes: Sequence[str]) -> TensorAxis | None:
     present = [axis for axis in axes if mesh.size(axis) > 1]
-    return open_axis(mesh.across(*present), mesh.device) if present else None
+    return open_axis(mesh.across(*present), mesh.device, name="group of routers") if present else None

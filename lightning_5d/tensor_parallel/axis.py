@@ -133,17 +133,20 @@ class _Collective(Arriving):
         return self._result.movedim(0, self._dim).contiguous() if self._dim else self._result
 
 
-def open_axis(group: dist.ProcessGroup, device: torch.device = _CPU, *, shared_memory: bool = True) -> TensorAxis:
+def open_axis(
+    group: dist.ProcessGroup, device: torch.device = _CPU, *, shared_memory: bool = True, name: str = "tensor group"
+) -> TensorAxis:
     """The fastest way the ranks of a group can reach each other; all of them call it.
 
     Args:
         group: The ranks.
         device: Where their tensors are.
         shared_memory: CPU ranks of one host read straight from each other's memory.
+        name: What these ranks are called in errors.
     """
     if device.type == "cpu" and shared_memory and group.size() > 1:
         from lightning_5d.tensor_parallel.host_axis import HostAxis
 
-        if (axis := HostAxis.connect(group)) is not None:
+        if (axis := HostAxis.connect(group, name)) is not None:
             return axis
     return CollectiveAxis(group)

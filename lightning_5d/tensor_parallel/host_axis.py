@@ -32,19 +32,21 @@ class HostAxis(TensorAxis):
     Args:
         group: The ranks.
         host: Their memory.
+        name: What these ranks are called in errors.
     """
 
-    def __init__(self, group: dist.ProcessGroup, host: HostMemory) -> None:
+    def __init__(self, group: dist.ProcessGroup, host: HostMemory, name: str = "tensor group") -> None:
         super().__init__(group)
+        self._name = name
         self._host = host
         self._peers = tuple(host.peers.values())
         self._number = 0
 
     @classmethod
-    def connect(cls, group: dist.ProcessGroup) -> HostAxis | None:
+    def connect(cls, group: dist.ProcessGroup, name: str = "tensor group") -> HostAxis | None:
         """Connects all ranks of a group, or returns ``None`` on all of them if one cannot reach another this way."""
-        host = HostMemory.connect(group, timeout_s_of(group), "tensor group")
-        return None if host is None else cls(group, host)
+        host = HostMemory.connect(group, timeout_s_of(group), name)
+        return None if host is None else cls(group, host, name)
 
     @override
     def start_sum(self, x: Tensor, reduction: Reduction = "sum") -> Arriving:
@@ -128,7 +130,7 @@ class HostAxis(TensorAxis):
             block, nbytes = self._host.await_ready(peer, _TAG, number)
             if nbytes != expected:
                 raise RuntimeError(
-                    f"Rank {peer.rank} of the tensor group sent {nbytes} bytes where rank {self.rank} has {expected}: its ranks have"
+                    f"Rank {peer.rank} of the {self._name} sent {nbytes} bytes where rank {self.rank} has {expected}: its ranks have"
                     " to run the same modules on the same batch."
                 )
             parts.append(peer.blocks[block].view(nbytes // like.itemsize, like.dtype).view(shape))

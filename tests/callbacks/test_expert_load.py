@@ -12,11 +12,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_5d import ContextParallel, ExpertParallel, FiveD, PipelineParallel, ZeRO
+from lightning_5d import ContextParallel, ExpertParallel, FiveD, PipelineParallel, TensorParallel, ZeRO
 from lightning_5d.callbacks import ExpertLoad
 from tests.expert_parallel.routed import Routed
 from tests.modules import TinyLM, Tokens, loader
 from tests.ranks.pool import RankPool
+from tests.tensor_parallel.parity import Dealt, Rows, decoder
 from tests.trainers import plain, quiet
 
 SEPARATE: dict[str, Any] = {"backend": None, "timeout": 50.0}
@@ -112,6 +113,47 @@ def test_every_rank_has_the_numbers_of_one_process(ranks: RankPool, tmp_path, wo
         assert rank["metrics"] == pytest.approx(expected["metrics"])
         assert rank["metrics"] == found[0]["metrics"]
     assert [rank["files"] for rank in found] == [2] + [0] * (world - 1)
+
+
+def _limited(rank: int, folder: str, size: int, plugins: list[Any], world: int) -> Any:
+    callback = ExpertLoad(dirpath=f"{folder}/{rank}", chart=False)
+    strategy = FiveD(ExpertParallel(size, capacity_factor=0.75), *plugins)
+    trainer = quiet(strategy=strategy, devices=world, callbacks=[callback], use_distributed_sampler=False)
+    moe = {"experts": 4, "top_k": 2, "intermediate_size": 8, "shared": 1, "bias_rate": 0.1}
+    trainer.fit(decoder(moe=moe)(), datamodule=Dealt(Rows(16, 7), 4))
+    assert callback.history is not None
+    loads = [
+        {name: (load.tokens_E.tolist(), load.dropped_E.tolist()) for name, load in column.loads.items()}
+        for column in callback.history.columns
+    ]
+    return loads, plain(trainer.callback_metrics)["expert_load/dropped"]
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "plugins"),
+    [
+        (2, 2, [ContextParallel(2)]),
+        (2, 2, [TensorParallel(2, sequence_parallel=True)]),
+        (4, 4, [TensorParallel(2), ContextParallel(2)]),
+        (4, 2, [PipelineParallel(2, microbatches=1), TensorParallel(2)]),
+    ],
+    ids=["context", "sequence", "tensor and context", "pipeline"],
+)
+def test_what_experts_have_no_room_for_is_logged_alike_by_all_ranks(
+    ranks: RankPool, tmp_path, world: int, size: int, plugins: list[Any]
+) -> None:
+    ((expected, share),) = ranks(1, _limited, str(tmp_path / "one"), 1, [], 1, **SEPARATE)
+    assert len(expected) == 4
+    for step in expected:
+        for chosen, dropped in step.values():
+            # Of 28 tokens with two choices each expert takes 11.
+            assert dropped == [max(0.0, count - 11) for count in chosen]
+    last = [numbers for of_layer in expected[-1].values() for numbers in zip(*of_layer, strict=True)]
+    assert share == pytest.approx(sum(dropped for _, dropped in last) / sum(chosen for chosen, _ in last))
+    assert share > 0
+    for loads, logged in ranks(world, _limited, str(tmp_path), size, plugins, world, **SEPARATE):
+        assert loads == expected
+        assert logged == pytest.approx(share)
 
 
 def test_a_reading_of_several_steps_is_their_sum_and_reaches_loggers_at_its_own_pace(tmp_path) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_5d.expert_parallel.balance import Losses, routing_losses
 from lightning_5d.expert_parallel.bias import move_biases
@@ -95,6 +96,24 @@ def test_of_sequences_it_is_the_mean_over_sequences():
     assert (found - losses(whole, x)["balance"]).abs() > 1e-4
 
 
+def test_of_sequences_shares_are_of_the_best_scores_whatever_a_bias_and_groups_choose():
+    settings = {"scores": "sigmoid", "balance": 1.0, "balance_scope": "sequence", "bias_rate": 0.1}
+    torch.manual_seed(3)
+    module = TopKRouter(HIDDEN, MoEConfig(experts=6, top_k=TOP_K, groups=3, top_groups=1, **settings), std=1.0)
+    module.expert_bias.copy_(torch.tensor([2.0, 2.0, 0.0, 0.0, -2.0, -2.0]))
+    x = hidden(24)
+    assert (module(x).index_NK < 2).all()
+    scores_STE = (x @ module.weight.t()).sigmoid().view(3, 8, 6)
+    best_STE = torch.zeros(3, 8, 6).scatter(-1, scores_STE.topk(TOP_K).indices, 1.0)
+    # DeepSeek-V3, equations 17 to 20, alpha being 1.
+    f_SE = best_STE.sum(1) * 6 / (TOP_K * 8)
+    p_SE = (scores_STE / scores_STE.sum(-1, keepdim=True)).mean(1)
+    found = losses(module, x, sequences=3)["balance"]
+    torch.testing.assert_close(found, (f_SE * p_SE).sum(-1).mean())
+    (of_weight,) = torch.autograd.grad((f_SE * p_SE).sum(-1).mean(), module.weight)
+    torch.testing.assert_close(gradient(module, x, sequences=3), of_weight)
+
+
 @pytest.mark.parametrize("scope", ["microbatch", "global", "sequence"])
 def test_without_a_token_losses_and_gradients_are_zero(scope):
     module = router(balance=1.0, z=1.0, balance_scope=scope)
@@ -162,6 +181,30 @@ def test_shares_are_those_of_the_microbatches_so_far_and_start_anew_after_a_step
             expected = EXPERTS * (so_far / number * (x @ module.weight.t()).softmax(-1).mean(0)).sum()
             torch.testing.assert_close(losses(module, x)["balance"], expected, msg=lambda m, s=step: f"step {s}: {m}")
         move_biases(module)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_reentrant_checkpoint_balances_by_the_shares_of_its_first_run(nested):
+    """Several microbatches are under way, as in a pipeline: the choices so far are others when backward comes."""
+
+    def trained(again: bool) -> Tensor:
+        torch.manual_seed(0)
+        block = MoE(HIDDEN, MoEConfig(experts=EXPERTS, top_k=TOP_K, intermediate_size=4, balance=1.0), std=1.0)
+
+        def layer(x: Tensor) -> tuple[Tensor, Tensor]:
+            y, found = block(x)
+            return y, found["balance"]
+
+        def inner(x: Tensor) -> tuple[Tensor, Tensor]:
+            return checkpoint(layer, x, use_reentrant=True) if nested and again else layer(x)
+
+        inputs = [hidden(seed=seed).view(2, 12, HIDDEN).requires_grad_() for seed in range(3)]
+        found = [checkpoint(inner, x, use_reentrant=True) if again else inner(x) for x in inputs]
+        for _, balance in found:
+            balance.backward()
+        return block.gate.weight.grad
+
+    torch.testing.assert_close(trained(again=True), trained(again=False))
 
 
 def test_validation_is_about_the_microbatch_and_asks_no_other_data_rank():

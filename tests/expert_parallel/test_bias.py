@@ -80,6 +80,28 @@ def test_the_loads_of_all_layers_are_summed_over_ranks_at_once():
         torch.testing.assert_close(part.gate.expert_bias, torch.tensor([0.1, 0.1, -0.1, -0.1]))
 
 
+def test_a_router_before_which_no_sequence_is_cut_is_summed_over_other_ranks():
+    class Ranks(Counted):
+        def __init__(self, differs, others):
+            self.differs, self.others = differs, torch.tensor(others)
+
+        @property
+        def differing(self):
+            return self.differs
+
+        def sum(self, x, scope):
+            return x + self.others.repeat(len(x) // EXPERTS)
+
+    module = nn.ModuleList([block() for _ in range(3)])
+    for part, differs in zip(module, (False, True, False), strict=True):
+        part.counted = Ranks(differs, [0, 0, 9, 9] if differs else [0, 0, 0, 0])
+        part.gate.load.copy_(torch.tensor([5, 5, 0, 0]))
+    move_biases(module)
+    for part, differs in zip(module, (False, True, False), strict=True):
+        away = torch.tensor([-0.1, -0.1, 0.1, 0.1])
+        torch.testing.assert_close(part.gate.expert_bias, -away if differs else away)
+
+
 def test_the_load_is_that_of_all_microbatches_in_training_and_of_no_other():
     module = block()
     choices = [module.gate(hidden(seed).flatten(0, 1)).index_NK.flatten() for seed in range(3)]
@@ -91,7 +113,8 @@ def test_the_load_is_that_of_all_microbatches_in_training_and_of_no_other():
 
 def test_biases_bring_balance():
     torch.manual_seed(0)
-    module = block(MoEConfig(experts=EXPERTS, top_k=1, intermediate_size=4, scores="sigmoid", bias_rate=0.01))
+    sizes = {"experts": EXPERTS, "top_k": 1, "intermediate_size": 4}
+    module = block(MoEConfig(**sizes, normalize=False, scores="sigmoid", bias_rate=0.01))
     module.gate.weight.data[0] += 1.0
     x = torch.randn(1, 512, HIDDEN) + 0.5
     shares = []

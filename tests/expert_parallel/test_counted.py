@@ -17,6 +17,7 @@ from lightning_5d.expert_parallel.counted_over import CountedOver
 from lightning_5d.expert_parallel.dispatch import Capacity, Drop, kept_by_capacity
 from lightning_5d.expert_parallel.row_ranks import RowRanks
 from lightning_5d.mesh import AXES, ParallelMesh
+from lightning_5d.tensor_parallel.host_axis import HostAxis
 from tests.ranks.pool import RankPool
 
 EXPERTS, TOP_K, HIDDEN, SEQUENCES = 4, 2, 3, 2
@@ -193,6 +194,27 @@ def _copies(rank: int) -> None:
     counted = CountedOver(layout.ranks)
     assert type(copy.deepcopy(counted)) is Counted
     assert type(pickle.loads(pickle.dumps(counted))) is Counted
+
+
+def _unequal(rank: int) -> str:
+    mesh = ParallelMesh.create({**dict.fromkeys(AXES, 1), "dp_shard": 2}, "cpu")
+    ranks, said = RowRanks(mesh), ""
+    if rank == 0:
+        (axis,) = ranks._axes
+        assert isinstance(axis, HostAxis)
+        axis._host._timeout_s = 1.0
+        with pytest.raises(RuntimeError) as error:
+            ranks.sum(torch.ones(EXPERTS), "global")
+        said = "\n".join([str(error.value), *error.value.__notes__])
+    dist.barrier()
+    ranks.close()
+    return said
+
+
+def test_a_rank_that_calls_routers_less_often_than_others_is_told_of_them(ranks: RankPool) -> None:
+    said = ranks(2, _unequal, timeout=30)[0]
+    assert "has waited 1 s for rank 1 of the group of routers" in said
+    assert "have to call the layers with experts equally often, in one order" in said
 
 
 def test_a_copy_of_a_module_counts_by_itself(ranks: RankPool) -> None:

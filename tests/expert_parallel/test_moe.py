@@ -103,7 +103,7 @@ def test_output_and_gradients_are_those_of_hugging_face(model, settings):
 
 
 def test_experts_that_nobody_chooses_get_zeros_as_gradients():
-    module = block(top_k=1, bias_rate=0.0)
+    module = block(top_k=1, normalize=False, bias_rate=0.0)
     module.gate.expert_bias[2] = 100.0
     module(hidden()).sum().backward()
     for weight in module.experts.parameters():
@@ -175,7 +175,12 @@ def test_costs_of_stages_count_the_experts_that_a_token_is_sent_to():
 
 
 @pytest.mark.parametrize(
-    "moe", [MOE, MOE | {"top_k": 1, "experts": 16}, MOE | {"shared": 2, "shared_gate": True, "scores": "sigmoid"}]
+    "moe",
+    [
+        MOE,
+        MOE | {"top_k": 1, "normalize": False, "experts": 16},
+        MOE | {"shared": 2, "shared_gate": True, "scores": "sigmoid"},
+    ],
 )
 @pytest.mark.parametrize(("mode", "recomputed"), [(None, "none"), (SELECTIVE, "selective"), (FULL, "full")])
 def test_saved_bytes_are_nearly_those_of_the_formula(moe, mode, recomputed):
@@ -219,6 +224,7 @@ def test_all_that_does_not_fit_is_in_one_error_with_what_does():
         ),
         ({"groups": 4, "top_k": 3}, "top_groups 2 or top_k 2 works", {"groups": 4, "top_k": 3, "top_groups": 2}),
         ({"groups": 4, "top_k": 3}, "top_groups 2 or top_k 2 works", {"groups": 4, "top_k": 2}),
+        ({"top_k": 1}, "the router would not learn; normalize=False works", {"top_k": 1, "normalize": False}),
         ({"bias_rate": -1}, "bias_rate is -1; it must be a number of at least 0 or None", {"bias_rate": 0}),
     ],
 )

@@ -193,7 +193,7 @@ class Pushed(LanguageModel):
 
 
 def _pushed_model() -> LanguageModel:
-    module = mixture({"top_k": 1, "bias_rate": 0.0, "balance": 0.01})()
+    module = mixture({"top_k": 1, "normalize": False, "bias_rate": 0.0, "balance": 0.01})()
     module.__class__ = Pushed
     return module
 
