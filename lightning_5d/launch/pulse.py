@@ -29,6 +29,10 @@ class Pulse:
         self._others = range(1, world_size) if rank == 0 else range(1)
         self._heard: dict[int, tuple[int, float]] = {}
 
+    def begin(self, store: Store) -> None:
+        """Gives the first sign of life: only a rank that has given one can be missed, and one may freeze before its watch first looks."""
+        store.add(f"alive/{self._rank}", 1)
+
     def beat(self, store: Store) -> int | None:
         """Gives a sign of life when one is due; returns a rank under watch that has been silent for too long, if any."""
         now = self._clock()

@@ -83,6 +83,7 @@ class Supervisor:
         self._rank, self._world_size, self._store = rank, world_size, store
         self._main = threading.get_ident()
         self._pulse = Pulse(rank, world_size)
+        self._pulse.begin(store)
         self._waiting = Waiting(rank, world_size, progress)
         self._thread = threading.Thread(target=self._watch, args=(watched,), name="supervisor", daemon=True)
         self._thread.start()

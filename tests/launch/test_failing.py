@@ -111,7 +111,7 @@ def test_rank_0_killed_ends_its_script_ranks(tmp_path: Path) -> None:
 
 
 def test_rank_0_frozen_with_the_interpreter_lock_is_ended_by_the_others(tmp_path: Path) -> None:
-    job = run(tmp_path, "--where", "training_step", "--rank", "0", "--how", "freeze", "--silence", "8", cold=True)
+    job = run(tmp_path, "--where", "training_step", "--rank", "0", "--how", "freeze", "--silence", "8")
     assert job.code == -signal.SIGKILL
     assert "[rank 1] stopped: rank 0 of 2 failed first: it has given no sign of life" in job.err
     assert job.job.left_after(25) == []

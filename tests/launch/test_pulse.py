@@ -68,3 +68,10 @@ def test_ranks_other_than_0_do_not_watch_each_other() -> None:
     assert _run(clock, store, pulses, 10.0) == []
     store.set("done/0", "1")
     assert _run(clock, store, pulses[1:2], 120.0) == []
+
+
+def test_a_rank_that_freezes_before_it_first_looks_is_noticed() -> None:
+    clock, store = Clock(), HashStore()
+    first, second = (Pulse(rank, 2, clock) for rank in range(2))
+    second.begin(store)
+    assert set(_run(clock, store, [first], SILENCE_SECONDS + 2 * BEAT_SECONDS)) == {1}
