@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException  # privat
 from lightning_5d.communication import destroy_process_groups
 from lightning_5d.launch.environment import variables
 from lightning_5d.launch.failure import Failure, RankFailure
-from lightning_5d.launch.processes import describe_exit, kill_children, leave
+from lightning_5d.launch.processes import crashes_shown, describe_exit, kill_children, leave
 from lightning_5d.launch.rendezvous import PrefixStore, Rendezvous, second_connection
 from lightning_5d.launch.signals import ended_when_stuck
 from lightning_5d.launch.supervisor import GRACE_SECONDS, Supervisor
@@ -70,7 +70,7 @@ class Job:
             watch = threading.Thread(target=self._watch_children, name="rank-watch", daemon=True)
             watch.start()
             try:
-                with ended_when_stuck(noticed):
+                with crashes_shown(), ended_when_stuck(noticed):
                     result = function()
             except _TunerExitException:  # how the tuner's runs end that have gone well
                 self.supervisor.stop()

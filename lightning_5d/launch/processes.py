@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -38,6 +40,27 @@ def die_with(parent: int, kernel: bool = True) -> None:
         leave(1)
 
     threading.Thread(target=watch, name=name, daemon=True).start()
+
+
+@contextlib.contextmanager
+def crashes_shown() -> Generator[None, None, None]:
+    """A context in which a crash in native code prints where each thread of Python was.
+
+    A rank that such a crash ends has no traceback, and the others can only name its signal. Where the user has set up `faulthandler`,
+    or there is no real file behind `sys.stderr`, nothing changes.
+    """
+    if faulthandler.is_enabled():
+        yield
+        return
+    try:
+        faulthandler.enable()
+    except (OSError, ValueError, RuntimeError, AttributeError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        faulthandler.disable()
 
 
 def leave(code: int) -> None:

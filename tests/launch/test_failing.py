@@ -69,6 +69,19 @@ def test_a_data_worker_that_raises_ends_the_job(tmp_path: Path) -> None:
 
 
 RAISED = "it raised ValueError: the planned failure"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_crash_in_native_code_shows_where_its_rank_was(tmp_path: Path, rank: int) -> None:
+    job = run(tmp_path, "--where", "training_step", "--how", "abort", "--rank", str(rank), "--method", "forkserver")
+    assert job.code != 0
+    assert job.seconds_since_struck < 30
+    assert f"rank {rank} of 2 failed first: it was killed by SIGABRT" in job.err
+    assert job.err.count("Fatal Python error: Aborted") == 1
+    assert job.err.count("in strike") == 1
+    assert job.job.left_after(25) == []
+
+
 KILLED = "it was killed by SIGKILL"
 LEFT = "it ended with exit code 0 before its work was done"
 

@@ -196,6 +196,7 @@ class RankPool:
                     if report.outcome is None and status is not None:
                         report.signal_or_code = _ending(status)
                         report.log = _read_log(rank, folder)
+                        report.stacks = _read_stacks(rank, folder)
                     if report.failed:
                         failures.append(report)
         if waiting:
@@ -236,8 +237,7 @@ class RankPool:
             with contextlib.suppress(EOFError, OSError):
                 if worker.control.poll(max(0.0, limit - time.monotonic())):
                     worker.control.recv_bytes()
-            stacks = folder / f"{rank}.stacks"
-            reports[rank].stacks = stacks.read_text() if stacks.exists() else ""
+            reports[rank].stacks = _read_stacks(rank, folder)
 
     def _ready(self, count: int) -> list[Worker]:
         if self._server is None:
@@ -287,6 +287,11 @@ def _receive(worker: Worker, report: Report) -> None:
 def _read_log(rank: int, folder: Path) -> str:
     log = folder / f"{rank}.log"
     return log.read_text(errors="replace") if log.exists() else ""
+
+
+def _read_stacks(rank: int, folder: Path) -> str:
+    stacks = folder / f"{rank}.stacks"
+    return stacks.read_text(errors="replace") if stacks.exists() else ""
 
 
 def _error(reason: str, first: Report | None, reports: list[Report]) -> RankError:

@@ -62,6 +62,11 @@ def kill_self(rank: int, guilty: int) -> None:
     time.sleep(60)
 
 
+def crash(rank: int) -> None:
+    if rank == 0:
+        os.abort()
+
+
 def wait_for_ever(rank: int, guilty: int) -> None:
     if rank == guilty:
         dist.barrier()
@@ -193,6 +198,13 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_places_of_the_others(ran
     assert caught.value.rank == 1
     assert str(caught.value).count("in kill_self") == 2
     assert ranks(3, add_over_ranks, 1.0) == [3.0] * 3
+
+
+def test_a_crash_in_native_code_shows_where_its_rank_was(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="rank 0 of 2 was killed by SIGABRT") as caught:
+        ranks(2, crash)
+    assert "--- rank 0 was here\nFatal Python error: Aborted" in str(caught.value)
+    assert str(caught.value).count("in crash") == 1
 
 
 def test_a_hang_ends_at_the_time_limit_and_shows_where(ranks: RankPool) -> None:

@@ -63,6 +63,7 @@ def _serve(call: Call) -> Outcome:
     # The control thread cannot write stacks while C code holds the interpreter lock; this timer can.
     with open(call.stacks, "w") as stacks:
         faulthandler.dump_traceback_later(call.seconds, file=stacks)
+        faulthandler.enable(file=stacks)  # a crash in C code has no traceback
         try:
             result = answer.dumps(_run(call))
         except BaseException as error:
@@ -70,6 +71,7 @@ def _serve(call: Call) -> Outcome:
             with contextlib.suppress(Exception):
                 exception = pickle.dumps(error)
         faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
     sys.stdout.flush()
     sys.stderr.flush()
     return Outcome(call.rank, result, failure, exception)
