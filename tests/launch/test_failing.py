@@ -68,9 +68,6 @@ def test_a_data_worker_that_raises_ends_the_job(tmp_path: Path) -> None:
     assert job.job.left_after(25) == []
 
 
-RAISED = "it raised ValueError: the planned failure"
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_crash_in_native_code_shows_where_its_rank_was(tmp_path: Path, rank: int) -> None:
     job = run(tmp_path, "--where", "training_step", "--how", "abort", "--rank", str(rank), "--method", "forkserver")
@@ -82,6 +79,7 @@ def test_a_crash_in_native_code_shows_where_its_rank_was(tmp_path: Path, rank: i
     assert job.job.left_after(25) == []
 
 
+RAISED = "it raised ValueError: the planned failure"
 KILLED = "it was killed by SIGKILL"
 LEFT = "it ended with exit code 0 before its work was done"
 
